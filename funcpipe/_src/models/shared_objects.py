@@ -25,8 +25,7 @@ def shared_places(own: Mapping[str, nn.Module], others: Mapping[str, nn.Module])
     """Return the places of objects in some layers that other layers share, with the other layer.
 
     Args:
-        own, others: layers by their paths. A layer may be in both: then it shares all its objects
-            with itself only.
+        own, others: layers by their paths. A layer that is in both is compared with all others.
     """
     found: dict[int, dict[str, str]] = {}
     for path, layer in {**others, **own}.items():

@@ -144,11 +144,11 @@ def numbers_of(params: Tree, unused: Sequence[tuple[int, Any]]) -> set[tuple[int
     """Return leaves that are given as (stage, path) as (stage, leaf number)."""
     if not isinstance(params, (tuple, list)):  # the caller has merged the trees of all stages
         return set()
-    numbers: dict[tuple[int, Any], int] = {}
+    number_of: dict[tuple[int, Any], int] = {}
     for stage in {stage for stage, _ in unused} & {*range(len(params))}:
         keys = map(key_of, paths(params[stage]))
-        numbers |= {(stage, key): number for number, key in enumerate(keys)}
-    return {(leaf[0], numbers[leaf]) for leaf in unused if leaf in numbers}
+        number_of |= {(stage, key): number for number, key in enumerate(keys)}
+    return {(leaf[0], number_of[leaf]) for leaf in unused if leaf in number_of}
 
 
 def of_result(params: Tree, result: Result) -> list[LeafGradient]:

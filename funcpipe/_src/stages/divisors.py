@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -16,7 +16,6 @@ from funcpipe._src.core.torch_names import WatchingMode, uncompiled
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
-from funcpipe._src.stages.bound import Shares
 from funcpipe._src.stages.context import autocasting
 from funcpipe._src.stages.drawing import MeanOverTargets
 
@@ -55,9 +54,9 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
             )
 
 
-_passed: dict[tuple[int, bool], tuple[weakref.ref[Any], float]] = {}
-"""Losses that passed a first call, by id and by whether their weights are guessed, with the rows of
-that call: one row shows less."""
+_passed: dict[tuple[int, Hashable], tuple[weakref.ref[Any], float]] = {}
+"""Losses that passed a first call, by id and kind of check, with the rows of that call: one row
+shows less. The kind is whether weights are guessed, or the shapes of output and target."""
 
 
 class WatchDivisors(WatchingMode):
@@ -99,16 +98,16 @@ class WatchDivisors(WatchingMode):
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
 
 
-def has_passed(loss: Callable[..., Any], rows: float, *, guessed: bool) -> bool:
-    """Return whether a call of a loss has passed all checks, with as many rows or with two."""
-    passed, before = _passed.get((id(loss), guessed), (lambda: None, 0))
+def has_passed(loss: Callable[..., Any], rows: float, kind: Hashable) -> bool:
+    """Return whether a call of a loss has passed a kind of check, with as many rows or with two."""
+    passed, before = _passed.get((id(loss), kind), (lambda: None, 0))
     return passed() is loss and before >= min(rows, 2)
 
 
-def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
-    """Record that a loss has passed all checks of its first call, with some rows."""
+def note_passed(fn: Callable[..., Any], rows: float, kind: Hashable) -> None:
+    """Record that a loss has passed a kind of check in its first call, with some rows."""
     with suppress(TypeError):  # objects without weak references are checked in every run
-        key = id(fn), guessed
+        key = id(fn), kind
         _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), rows
 
 
@@ -290,17 +289,17 @@ def _pair_difference(
     return ""
 
 
-def why_broadcast(fn: Callable[..., Any], y: Tree, target: Tree, shares: Shares) -> str:
+def why_broadcast(fn: Callable[..., Any], y: Tree, target: Tree, *, summed: bool) -> str:
     """Return why a loss of torch whose weights are rows is no mean or sum over rows; or "".
 
     If output and target have different shapes, such as ``[B, 1]`` and ``[B]``, torch compares each
     row with all other rows of the microbatch.
     """
-    if len(shares.parts) < 2 or not (isinstance(y, Tensor) and isinstance(target, Tensor)):
+    if not (isinstance(y, Tensor) and isinstance(target, Tensor)):
         return ""
 
     def mean(y: Tensor, target: Tensor) -> Any:
-        return fn(y, target) / len(y) if shares.summed else fn(y, target)
+        return fn(y, target) / len(y) if summed else fn(y, target)
 
     if not y.dim() or not why_not_mean(mean, y, target, float(len(y))):
         return ""

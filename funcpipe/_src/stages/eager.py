@@ -106,7 +106,7 @@ class EagerBound:
         self.unproven = self.passed = False  # whether `check_mean` must run, and has passed before
         if loss is not None and shares is not None:
             rows, self.unproven = 2.0 if shares.explicit else shares.weight(0), True
-            self.passed = divisors.has_passed(loss, rows, guessed=shares.guessed)
+            self.passed = divisors.has_passed(loss, rows, shares.guessed)
             if shares.unproven and not self.passed:
                 self.watched = divisors.WatchDivisors(guessed=shares.guessed)
         # Whether this is the stage's first run in this mode.
@@ -150,8 +150,6 @@ class EagerBound:
     def phase(self) -> str:
         """Return the part of a forward that runs, if it is not the stage's function."""
         return self._phase
-
-    # -- forward
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run the stage; with ``keep``, also return the residual for its backward.
@@ -355,10 +353,12 @@ class EagerBound:
         assert shares is not None
         assert self.loss is not None
         assert args.target is not None
-        known = not (pair or shares.unproven)
-        if shares.explicit and (pair or known):
+        known, several = not (pair or shares.unproven), len(shares.parts) > 1
+        if (shares.explicit and (pair or known)) or (known and not several):
             return
-        if y.shapes() == args.target.shapes() if known else self.passed:
+        shapes = y.shapes(), args.target.shapes()
+        alike = shapes[0] == shapes[1] or divisors.has_passed(self.loss, 2, str(shapes))
+        if alike if known else self.passed:
             return
         rows = None if shares.explicit else shares.weight(args.microbatch)
         if self.guessed and not pair:  # first, because it knows the reason
@@ -366,15 +366,15 @@ class EagerBound:
         y_tree, target = (open_border(border, grad=False)[0] for border in (y, args.target))
         with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
             if known:
-                reason = divisors.why_broadcast(self.loss, y_tree, target, shares)
+                reason = divisors.why_broadcast(self.loss, y_tree, target, summed=shares.summed)
             elif pair or self.stage.carry or not divisors.has_scalar(y_tree):
                 reason = divisors.why_not_mean(self.loss, y_tree, target, rows, pair=pair)
             else:
                 reason = self._why_stage_is_no_mean(args, target, rows)
         if reason and not draws.counts:  # a random loss is another number in each call
             raise BatchError(reason)
-        if not known:
-            divisors.note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
+        kind = str(shapes) if known else self.guessed
+        divisors.note_passed(self.loss, 2.0 if rows is None else rows, kind)
 
     def _why_stage_is_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> str:
         """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
@@ -430,8 +430,6 @@ class EagerBound:
             f"the stage writes into its state {names}; a stage is pure: return statistics in "
             "Out(stats=...) and fold them in commit="
         )
-
-    # -- backward
 
     def backward(
         self,
