@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -312,3 +314,37 @@ def test_native_dropout_is_torchs():
         kept = 1 - p if train is not False else 1.0
         assert abs(float(mask.float().mean()) - kept) < 0.05
     assert same(gradients(plan_of(by_name)), gradients(plan_of(by_name, compiled={"fuse": False})))
+
+
+HANGS = """
+import gc
+import torch
+import funcpipe as fp
+
+class Cycle:
+    pass
+
+def reads_the_generator(p, x):
+    for _ in range(300):
+        cycle = Cycle()
+        cycle.itself, cycle.tensor = cycle, torch.ones(1)
+        del cycle
+        torch.set_rng_state(torch.get_rng_state())  # as torch.utils.checkpoint does
+    return x * p
+
+schedule = fp.schedules.one_f_one_b(2, 4)
+stages = [fp.stage(reads_the_generator)] * 2
+plan = fp.make_plan(stages, schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
+x = torch.ones(4, 1)
+gc.set_threshold(1)
+for _ in range(5):
+    fp.run(plan, (torch.ones(1), torch.ones(1)), (x, x), executor="threads")
+"""
+
+
+def test_lanes_that_read_the_state_of_the_generator_do_not_wait_for_each_other():
+    """Torch holds the generator's mutex while it makes a Python object. A garbage collection there
+    gives up the GIL, so another lane could take the GIL and wait for the mutex."""
+    command = [sys.executable, "-c", HANGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (0, "") == (done.returncode, done.stderr)

@@ -33,7 +33,7 @@ class Word(NamedTuple):
     """The facts that one process sends at the start of a run.
 
     Attributes:
-        plan: the plan's fingerprint.
+        plan: the name of the schedule, and the plan's fingerprint.
         options: the options that must be equal in all processes, by name.
         rows: the number of rows of the batch leaves here. None: no leaf has rows.
         ready: the rows of each ready-made microbatch, 0 if none of its leaves has rows. None: there

@@ -211,7 +211,7 @@ def _word(given: Given) -> Word:
             trained = str(trainable_leaves(given.params, trainable, marked=marked))
     compares = part.replicas > 1 or bool(tied)
     return Word(
-        plan=plan.fingerprint,
+        plan=f"{plan.schedule.name} {plan.fingerprint}",
         options=options,
         rows=uncut.rows,
         ready=uncut.ready,

@@ -47,8 +47,8 @@ def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
         )
         head = f"{names[rank]} {whom}" if whom else "the ranks wait for each other"
         text = (
-            f"{head}, and nothing went on for a while ({names[failure.rank]} saw it "
-            f"first)\n{table_of(table, names)}"
+            f"{head}, and nothing went on for {team.monitor.timeout:g} s, the timeout "
+            f"({names[failure.rank]} saw it first)\n{table_of(table, names)}"
         )
     elif not failure.kind:
         text = f"{names[rank]}: {failure.text}" if rank >= 0 else failure.text

@@ -94,6 +94,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _registering = threading.Lock()
+_generator = threading.RLock()
+"""Held by the thread that reads or writes the state of the CPU's generator. Reentrant, because a
+garbage collection within may call the same functions."""
 _kernels: _Kernels | None = None
 
 
@@ -118,18 +121,36 @@ def beside_others(*, several: bool) -> Generator[None]:
 
 
 def _leave_generators_alone() -> None:
-    """Stop ``torch.utils.checkpoint`` from restoring device generators within `beside_others`.
+    """Make ``torch.utils.checkpoint`` safe on several lanes.
 
     A device's generator is global. A recomputation of one lane would reset the generator while
-    another lane draws. The regions need no restore, because their draws are keyed.
+    another lane draws. Within `beside_others` the regions need no restore, because their draws are
+    keyed.
+
+    The state of the CPU's generator is read by one thread at a time. Torch holds the generator's
+    mutex while it makes the Python object of the state. If that begins a garbage collection which
+    gives up the GIL, and another thread waits for the mutex with the GIL, both wait for ever.
     """
     states = torch.utils.checkpoint.get_device_states
+    torch.random.get_rng_state = torch.get_rng_state = _one_at_a_time(torch.get_rng_state)
+    torch.random.set_rng_state = torch.set_rng_state = _one_at_a_time(torch.set_rng_state)
 
     @wraps(states)
     def states_outside(*args: Any) -> Any:
         return ([], []) if _thread.beside else states(*args)
 
     torch.utils.checkpoint.get_device_states = states_outside
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that one thread calls at a time."""
+
+    @wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _generator:  # a thread that waits for this lock gives up the GIL
+            return function(*args, **kwargs)
+
+    return locked
 
 
 class _Kernels:
