@@ -543,6 +543,9 @@ def test_a_mean_in_the_place_of_the_sum_is_refused(name):
     with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\).*mean \* weight, weight"):
         fp.run(plan_of(loss), numbers(), (x, target))
 
+    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\)"):
+        fp.run(plan_of(lambda y, t: loss(y, t), weight=len), numbers(), (x, target))
+
     def mended(y, t):
         mean, weight = loss(y, t)[:2]
         return mean * weight, weight

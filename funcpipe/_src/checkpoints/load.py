@@ -65,8 +65,8 @@ def load(
     The number of stages and processes may differ from the run that saved. `load` writes the numbers
     into the parameters in place, so the model and its optimizer see the numbers. `load` also
     restores tensors of the model that no stage uses. It does not change your state or the model's
-    buffers: continue with ``loaded.state``. Parameters on
-    the meta device are returned as new tensors, for the stages of this process.
+    buffers: continue with ``loaded.state``. Parameters on the meta device are returned as new
+    tensors, for the stages of this process.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)

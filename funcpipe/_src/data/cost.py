@@ -523,7 +523,7 @@ class Cost:
         return self.comm
 
     def check_stages(self, num_stages: int, title: str = "") -> None:
-        """Raise ScheduleError, under a title, if a sequence lacks one number per stage."""
+        """Raise ScheduleError if a sequence does not have one number per stage."""
         faults: list[str] = []
         for name, row in self._rows().items():
             if len(row) != num_stages - (name == "comm"):

@@ -237,7 +237,7 @@ class ModuleAttributes:
         if name:
             for key, value in now.items():
                 if self.all_names or key not in uses.written:
-                    self._walk(value, inside(place, key), name, uses)
+                    self._walk(value, place_inside(place, key), name, uses)
 
     # -- looking
     # -------------------------------------------------------------------------------
@@ -319,7 +319,9 @@ class ModuleAttributes:
             for key in dict.fromkeys((*table.keys, *now)):
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
                 if not _same(old, new) and self._counts(table, key, old):
-                    yield Change(inside(table.place, key), table.name or key, table.uses, old, new)
+                    yield Change(
+                        place_inside(table.place, key), table.name or key, table.uses, old, new
+                    )
         for place, name, uses, container in self.empty:
             if container:
                 yield Change(place, name, uses, type(container)(), container)
@@ -403,7 +405,8 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version(tensor)
 
 
-def inside(place: str, key: Any) -> str:
+def place_inside(place: str, key: Any) -> str:
+    """Return the place of a value with a key or a name, inside the object at a place."""
     if isinstance(key, str) and key.isidentifier():
         return f"{place}.{key}" if place else key
     return f"{place}[{key!r}]"

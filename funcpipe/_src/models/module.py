@@ -47,7 +47,7 @@ from funcpipe._src.models.norms.written_buffers import (
     version,
 )
 from funcpipe._src.models.shared_memory import refuse_shared_memory
-from funcpipe._src.models.shared_objects import NOTHING_SHARED, refuse_left
+from funcpipe._src.models.shared_objects import NOTHING_SHARED, refuse_left_activations
 from funcpipe._src.models.skip_scope import carrying
 from funcpipe._src.models.skippable import Skips, skips_of
 
@@ -473,7 +473,7 @@ class ModuleCopy:
         before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
         shared, watched = self.owner.shared, self.owner.watched
         watches = bool(shared) and train not in watched and torch.is_grad_enabled()
-        with refuse_left({"": self.module}, shared) if watches else _nothing:
+        with refuse_left_activations({"": self.module}, shared) if watches else _nothing:
             if not self.buffers or (self.numbers and train in self.owner.looked):
                 y, stash = self._run(x, extras)
             else:

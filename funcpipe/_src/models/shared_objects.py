@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import TABLES
 from funcpipe._src.models.attribute_uses import uses_of
-from funcpipe._src.models.attributes import OPAQUE, contents_of, inside
+from funcpipe._src.models.attributes import OPAQUE, contents_of, place_inside
 
 NOTHING_SHARED: Mapping[str, str] = {}
 """The places of layers that share no objects."""
@@ -31,13 +31,13 @@ def shared_places(own: Mapping[str, nn.Module], others: Mapping[str, nn.Module])
     for path, layer in {**others, **own}.items():
         for place, value in _objects(layer, path):
             found.setdefault(id(value), {}).setdefault(path, place)
-    return {
-        place: next(other for other in by_layer if other != path)
-        for by_layer in found.values()
-        if len(by_layer) > 1
-        for path, place in by_layer.items()
-        if path in own and any(other in others and other != path for other in by_layer)
-    }
+    places: dict[str, str] = {}
+    for by_layer in found.values():
+        for path in own.keys() & by_layer.keys():
+            sharing = [other for other in by_layer if other in others and other != path]
+            if sharing:
+                places[by_layer[path]] = sharing[0]
+    return places
 
 
 def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
@@ -48,7 +48,7 @@ def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
         root = ".".join(filter(None, (path, local)))
         yield root, module
         table = {key: value for key, value in vars(module).items() if key not in TABLES}
-        todo = [(inside(root, key), value) for key, value in table.items()]
+        todo = [(place_inside(root, key), value) for key, value in table.items()]
         while todo:
             place, value = todo.pop()
             kind = type(value)
@@ -61,11 +61,11 @@ def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
                 continue
             seen.add(id(value))
             yield place, value
-            todo += [(inside(place, key), each) for key, each in contents_of(value).items()]
+            todo += [(place_inside(place, key), each) for key, each in contents_of(value).items()]
 
 
 @contextmanager
-def refuse_left(
+def refuse_left_activations(
     layers: Mapping[str, nn.Module], shared: Mapping[str, str], remedy: str = ""
 ) -> Generator[None]:
     """Return a context for a forward, which refuses values that it leaves in shared objects.
@@ -93,7 +93,7 @@ def refuse_left(
         for key, new in _table(value).items():
             if new is not before[place].get(key) and any(map(_has_graph, _tensors(new))):
                 raise PlanError(
-                    f"a forward leaves an activation in {inside(place, key)!r}, an object that "
+                    f"a forward leaves an activation in {place_inside(place, key)!r}, an object that "
                     f"{shared[place]!r} shares, but layers have copies of the object, so "
                     f"{shared[place]!r} would read an old value. Pass the activation on: return "
                     f"it with the output, or stash it and pop it (fp.models.skippable){remedy}"

@@ -43,7 +43,7 @@ class LeafGradient:
     reached: bool
 
     @property
-    def is_step(self) -> bool:
+    def needs_step(self) -> bool:
         """Whether the optimizer must step the leaf.
 
         As in torch, a leaf without a gradient keeps its value and its optimizer state. But a caller
@@ -140,7 +140,7 @@ def taken_by(
     return taken
 
 
-def numbers_of(params: Tree, unused: Sequence[tuple[int, Any]]) -> set[tuple[int, int]]:
+def leaf_numbers(params: Tree, unused: Sequence[tuple[int, Any]]) -> set[tuple[int, int]]:
     """Return leaves that are given as (stage, path) as (stage, leaf number)."""
     if not isinstance(params, (tuple, list)):  # the caller has merged the trees of all stages
         return set()
@@ -153,7 +153,7 @@ def numbers_of(params: Tree, unused: Sequence[tuple[int, Any]]) -> set[tuple[int
 
 def of_result(params: Tree, result: Result) -> list[LeafGradient]:
     """Return the leaves with a gradient in a result, each once."""
-    return by_leaf(params, result.grads, result.ties, numbers_of(params, result.unused))
+    return by_leaf(params, result.grads, result.ties, leaf_numbers(params, result.unused))
 
 
 def by_leaf(

@@ -34,8 +34,8 @@ from funcpipe._src.optimizing.leaf_gradients import (
     apart,
     by_leaf,
     distinct,
+    leaf_numbers,
     misfits,
-    numbers_of,
     refuse_one_rank,
     taken_by,
 )
@@ -134,7 +134,7 @@ def _step(
                 apart(params, grads),
             )
         )
-    entries = by_leaf(params, grads, ties, numbers_of(params, unused))
+    entries = by_leaf(params, grads, ties, leaf_numbers(params, unused))
     try:
         return _stepped(optimizer, params, entries, scale, max_norm, scaler, exchange)
     except FuncpipeError:
@@ -184,7 +184,7 @@ def apply_gradients(
 
     Does not write to the gradients: an optimizer that may write gets copies.
     """
-    entries = taken_by(optimizer, [entry for entry in entries if entry.is_step])
+    entries = taken_by(optimizer, [entry for entry in entries if entry.needs_step])
     try:
         for entry in entries:
             entry.leaf.grad = _writable(entry.gradient, optimizer, clips=max_norm is not None)
@@ -206,7 +206,7 @@ def _scaler_step(
 ) -> Tensor:
     """Make the step with a scaler, and return the norm. Gradients are copied, because the scaler
     writes to them."""
-    stepped = [entry for entry in stepped if entry.is_step]
+    stepped = [entry for entry in stepped if entry.needs_step]
     optimizer = optimizer if stepped else None  # torch's scaler refuses a step without gradients
     try:
         for entry in stepped:

@@ -135,9 +135,10 @@ class Stepping:
             return
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
-        unused = {(0, number) for _, number, _ in unused_leaves(self.ready, [stage])}
+        unused = unused_leaves(self.ready, [stage])
+        numbers = {(0, number) for _, number, _ in unused}
         grads = unflatten(flatten(tree)[1], row)
-        entries = self._scaled(by_leaf((tree,), (grads,), (), unused))
+        entries = self._scaled(by_leaf((tree,), (grads,), (), numbers))
         if self.ready.part.replicas > 1:
             # Another replica may have used these leaves. The end of the run knows.
             self.postponed |= {id(entry.leaf) for entry in entries if not entry.reached}
@@ -146,7 +147,7 @@ class Stepping:
         if self.spends:
             norms = [local_norm(stage, entry.gradient, self.ready.part.others) for entry in entries]
             trained = sum(gradient is not None for gradient in sums)
-            self._spent[stage] = _Spent(norms, trained, unused_leaves(self.ready, [stage]))
+            self._spent[stage] = _Spent(norms, trained, unused)
             self.ready.bounds[stage].params.spend()
 
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:

@@ -172,9 +172,8 @@ def why_not_mean(
         """Compare a few rows with their parts. Ints equal to ``count_of`` are numbers of rows."""
         # Some losses need two rows, such as the mean of the two hardest rows. Others need single
         # precision, such as a loss with a layer of its own. A pair may leave out a single row.
-        first = most // 2 if pair else 1
-        tries = [(most, first, is_small), (_ROWS, 2, is_small), (most, first, False)]
-        tries.append((_ROWS, 2, False))
+        splits = [(most, most // 2 if pair else 1), (_ROWS, 2)]
+        tries = [(*split, exact) for exact in (is_small, False) for split in splits]
         for count, first, exact in tries:
             with suppress(Exception), torch.no_grad():
                 few = [
@@ -214,7 +213,7 @@ _STATEFUL = (
 
 
 _SumAndWeight: TypeAlias = tuple[float, float]
-"""The loss of some rows, or its sum and its weight."""
+"""What a loss returned for some rows: (sum, weight), or (mean, 0)."""
 
 
 def _difference(

@@ -106,7 +106,7 @@ def _register() -> _Kernels:
     with _registering:
         if _kernels is None:
             _kernels = _Kernels()
-            _leave_generators_alone()
+            _make_checkpoints_safe()
         return _kernels
 
 
@@ -120,7 +120,7 @@ def beside_others(*, several: bool) -> Generator[None]:
         _thread.beside = before
 
 
-def _leave_generators_alone() -> None:
+def _make_checkpoints_safe() -> None:
     """Make ``torch.utils.checkpoint`` safe on several lanes.
 
     A device's generator is global. A recomputation of one lane would reset the generator while

@@ -353,12 +353,12 @@ class EagerBound:
         assert shares is not None
         assert self.loss is not None
         assert args.target is not None
-        known, several = not (pair or shares.unproven), len(shares.parts) > 1
-        if (shares.explicit and (pair or known)) or (known and not several):
-            return
-        shapes = y.shapes(), args.target.shapes()
-        alike = shapes[0] == shapes[1] or divisors.has_passed(self.loss, 2, str(shapes))
-        if alike if known else self.passed:
+        known, shapes = not (pair or shares.unproven), (y.shapes(), args.target.shapes())
+        passed = self.passed
+        if known:  # only a loss that broadcasts can be wrong
+            passed = shares.explicit or len(shares.parts) < 2 or shapes[0] == shapes[1]
+            passed = passed or divisors.has_passed(self.loss, 2, str(shapes))
+        if passed:
             return
         rows = None if shares.explicit else shares.weight(args.microbatch)
         if self.guessed and not pair:  # first, because it knows the reason

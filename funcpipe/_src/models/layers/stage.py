@@ -45,7 +45,7 @@ from funcpipe._src.models.layers.unknown import (
     unknown_like,
 )
 from funcpipe._src.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
-from funcpipe._src.models.shared_objects import refuse_left, shared_places
+from funcpipe._src.models.shared_objects import refuse_left_activations, shared_places
 from funcpipe._src.models.skippable import Skips
 from funcpipe._src.models.traced.signature import as_call
 
@@ -61,7 +61,8 @@ class LayersFn(ModuleFn):
         first, last: the stage's blocks, without ``last``.
         verified: (training, with gradients) for each mode in which a forward was verified.
         shared_by_blocks: the places of objects in this stage's blocks that blocks of other stages
-            share, with these blocks.
+            share, with these blocks. Not ``shared``, which is checked around the whole forward: all
+            stages run the modules around the blocks.
         caches: makes the caches of slices. None: the stage runs whole sequences only.
     """
 
@@ -346,7 +347,7 @@ class LayersCopy(ModuleCopy):
         shared, path = self.owner.shared_by_blocks, self.cut.names[number]
         checks = bool(shared) and self.is_first_call and torch.is_grad_enabled()
         block = {path: self.module.get_submodule(path)} if checks else {}
-        with refuse_left(block, shared, f"; or {TRACED}") if checks else nullcontext():
+        with refuse_left_activations(block, shared, f"; or {TRACED}") if checks else nullcontext():
             out = (
                 call(*args, **kwargs)
                 if self.side_outputs is None
