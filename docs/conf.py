@@ -7,6 +7,7 @@ notebooks, which are run when the site is built. The reference comes from the do
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from typing import Any
@@ -42,6 +43,7 @@ nb_execution_mode = "force"
 os.environ["PYTHONWARNINGS"] = (
     "ignore:IProgress not found"  # of the kernels: no page shows a bar of tqdm
 )
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # no line for each notebook with -j
 nb_execution_timeout = 120
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True

@@ -137,8 +137,9 @@ examples:
   funcpipe draw schedule.csv --width 100
 """
 _COMPARE_HELP = f"""\
-All families run the same stages on the same devices. By default there are two stages per device if the number of
-stages is even, because the interleaved families need several. The best makespan comes first.
+All schedules have the same counts of stages, devices and microbatches. By default these are the counts of the first
+FILE. Without a file there are two stages per device if the number of stages is even, because the interleaved families
+need several. The best makespan comes first.
   bubble       share of the makespan in which the busiest device waits: the loss by the schedule
   span bubble  the bubble if batches follow each other: the share of the longest time from a device's first start to
                its last end
@@ -152,7 +153,7 @@ stages is even, because the interleaved families need several. The best makespan
 examples:
   funcpipe compare --stages 8 --microbatches 32
   funcpipe compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1 --device-memory 20
-  funcpipe compare mine.json --stages 8 --microbatches 32 --devices 4 --cost profiled.json
+  funcpipe compare mine.json --cost profiled.json
   funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
 """
 _SEARCH_HELP = f"""\
@@ -239,10 +240,7 @@ _DRAW: OptionTable = {
 }
 _COMPARE: OptionTable = {
     "files": {"nargs": "*", "metavar": "FILE", "help": f"more schedules: {SUFFIXES}"},
-    "--stages": {**_COUNTS["--stages"], "required": True},
-    "--microbatches": {**_COUNTS["--microbatches"], "required": True},
-    "--devices": _COUNTS["--devices"],
-    "--remat": _COUNTS["--remat"],
+    **{name: _COUNTS[name] for name in ("--stages", "--microbatches", "--devices", "--remat")},
     **_COST,
     "--device-memory": {
         "type": as_positive,
@@ -363,8 +361,8 @@ class _Row(NamedTuple):
 def _compare(
     *,
     files: list[str],
-    stages: int,
-    microbatches: int,
+    stages: int | None,
+    microbatches: int | None,
     devices: int | None,
     remat: bool,
     cost: fp.Cost | None,
@@ -372,12 +370,18 @@ def _compare(
     search: int | None,
     progress: bool | None,
 ) -> None:
+    loaded = [(file, read(file)) for file in files]
+    if loaded:
+        own = loaded[0][1]
+        stages, microbatches = stages or own.num_stages, microbatches or own.num_microbatches
+        devices = devices or own.num_devices
+    if not stages or not microbatches:
+        raise fp.FuncpipeError("without a FILE, give --stages and --microbatches")
     bounded(stages, microbatches)
     cost = cost or fp.Cost()
     cost.check_stages(stages)
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
-    loaded = [(file, read(file)) for file in files]
     makers: list[tuple[str, Callable[[], fp.Schedule | fp.typing.Found]]] = []
     makers += [
         (name, partial(family, stages, microbatches, num_devices=devices))

@@ -182,6 +182,22 @@ def test_compare_with_ones_own(capsys):
     assert "no: 1B0 is missing (or 1I0 and 1W0)" in found
 
 
+def test_compare_takes_the_counts_of_the_first_file(capsys):
+    """Each count can still be given."""
+    Path("mine.json").write_text(
+        fp.schedules.to_json(fp.schedules.interleaved(6, 4, num_devices=3))
+    )
+    Path("other.txt").write_text(str(fp.schedules.one_f_one_b(2, 4)))
+    found = shown(capsys, "compare mine.json other.txt")
+    assert found.startswith("6 stages on 3 devices, 4 microbatches\n")
+    rows = {row.split()[0]: row for row in found.splitlines()[3:]}
+    assert rows["mine.json"].split()[1:] == rows["interleaved"].split()[1:]
+    assert "no: has 2 stages, 4 microbatches" in rows["other.txt"]
+    found = shown(capsys, "compare mine.json --devices 6 --microbatches 2")
+    assert found.startswith("6 stages on 6 devices, 2 microbatches\n")
+    assert "no: has 6 stages, 4 microbatches" in found
+
+
 def test_compare_with_a_search(capsys):
     """Its row is what `search` finds; no family within the limit is shorter, and it says how far
     from the shortest it is."""
@@ -483,7 +499,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw a.json --cost forward=-1", "forward is a number from 0"),
         ("draw a.json --cost a.json", "is a Schedule, not a cost"),
         ("draw a.json --cost no.json", "No such file"),
-        ("compare --stages 4", "required: --microbatches"),
+        ("compare --stages 4", "without a FILE, give --stages and --microbatches"),
         ("compare no.json --stages 4 --microbatches 4", "No such file"),
         (
             "compare --stages 4 --microbatches 4 --device-memory much",

@@ -205,6 +205,23 @@ def test_a_split_says_where_it_is_cut_and_what_is_tied():
     assert "loss the model's own" in words
 
 
+def test_a_split_without_a_trace_does_not_promise_a_loss():
+    """Nothing ran, so only transformers models are known to compute one."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    assert "loss the model's own, if its output has one" in repr(fp.split(Blocks(), 2))
+    assert "own, if" not in repr(gpt2()["split"])
+
+
 def test_a_plan_says_what_it_is_of():
     assert repr(mlp()["plan"]) == (
         "<Plan: schedule 1F1B; stages 2: 0-1 | 2-3; microbatches 4; lanes 2 on cpu; loss "

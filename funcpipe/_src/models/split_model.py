@@ -18,6 +18,7 @@ from funcpipe._src.core.tree import Tree, same_numbers
 from funcpipe._src.core.words import similar, size_of
 from funcpipe._src.data.plan import Ties, forgotten_state
 from funcpipe._src.data.stage import Stage
+from funcpipe._src.models.losses import ModelLoss
 from funcpipe._src.models.module import all_tensors
 from funcpipe._src.models.ties import Home, Owner, groups, innermost, mark, transmit
 from funcpipe._src.models.traced.graph import CutEdge
@@ -257,12 +258,15 @@ class Split:
         return page("Split", self.facts, Table("Stages", heads, tuple(rows), (0, 1, 6)).html())
 
     def _loss_words(self) -> str:
+        if self.loss is None:
+            return ""
         path = getattr(self.loss, "path", None)
-        return (
-            ""
-            if self.loss is None
-            else f"the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}"
-        )
+        if path is not None:
+            return f"the model's own at {'.'.join(map(str, path))}"
+        # Without a trace nothing ran, so nobody knows yet whether the model's output has a loss.
+        traced = isinstance(innermost(self.stages[0]), GraphFn)
+        known = not isinstance(self.loss, ModelLoss) or self.loss.is_known or traced
+        return "the model's own" + ("" if known else ", if its output has one")
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
