@@ -1,6 +1,7 @@
 """Losses as users write them: torch's own with all their options, sums, padding, what cannot be a
 loss of a plan."""
 
+import itertools
 import pickle
 from functools import partial
 
@@ -509,6 +510,16 @@ MEANS_WITH_WEIGHTS = {
     "elements": lambda y, t: fp.Loss(F.mse_loss(y, t), t.numel()),
     "a mask": lambda y, t: (masked(y, t)[0] / masked(y, t)[1], masked(y, t)[1]),
 }
+MEANS_WITH_COUNTS = {
+    "hits": lambda y, t: (F.mse_loss(y, t), right(y, t).sum()),
+    "rows of a kind": lambda y, t: (F.mse_loss(y, t), (t[:, 0] > 0).sum()),
+    "a constant": lambda y, t: (F.mse_loss(y, t), 16.0),
+}
+PAIRS_WITHOUT_SUMS = {
+    "rows that are compared": lambda y, t: ((y @ y.T).logsumexp(1).sum(), len(y)),
+    "a norm": lambda y, t: ((y - t).norm(), len(y)),
+    "a sum of a broadcast": lambda y, t: ((y[:, :1] - t[:, 0]).square().sum(), len(y)),
+}
 PAIRS = {
     "rows": lambda y, t: (F.mse_loss(y, t, reduction="sum"), t.numel()),
     "a mask": masked,
@@ -518,7 +529,7 @@ PAIRS = {
         (t[:, 0] > 0).any(),
     ),
     "zeros": lambda y, t: (0 * y.sum(), len(y)),
-    "rows that are compared": lambda y, t: ((y @ y.T).logsumexp(1).sum(), len(y)),
+    "a constant weight": lambda y, t: (F.mse_loss(y, t, reduction="sum"), 9.0),
     "a metric beside": lambda y, t: fp.Loss(
         F.mse_loss(y, t, reduction="sum"), t.numel(), aux=right(y, t).mean()
     ),
@@ -555,6 +566,56 @@ def test_a_mean_in_the_place_of_the_sum_is_refused(name):
     torch.testing.assert_close(result.loss, loss(x * params[0] + params[1], target)[0])
 
 
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", MEANS_WITH_COUNTS)
+def test_a_mean_beside_a_count_is_refused(name, count):
+    with pytest.raises(fp.BatchError, match=r"first value is a mean over rows.*aux=metric"):
+        fp.run(plan_of(MEANS_WITH_COUNTS[name], count=count), numbers(), (f64(96, 3), f64(96, 3)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", PAIRS_WITHOUT_SUMS)
+def test_a_pair_whose_sum_does_not_add_up_is_refused(name, compiled):
+    """The loss of the batch would depend on the number of microbatches."""
+    loss, batch = PAIRS_WITHOUT_SUMS[name], (f64(12, 3), f64(12, 3))
+    stages = [fp.compile_stage(stage) for stage in STAGES] if compiled else STAGES
+    with pytest.raises(fp.BatchError, match=r"no sum over rows: it is .* for the parts.*weight="):
+        fp.run(plan_of(loss, stages=stages), numbers(), batch)
+    total, weight = loss(batch[0] * numbers()[0] + numbers()[1], batch[1])
+    result = fp.run(plan_of(loss, stages=stages, count=1), numbers(), batch)
+    torch.testing.assert_close(result.loss, total / weight)
+    fp.run(plan_of(lambda y, t: loss(y, t)[0], stages=stages, weight=len), numbers(), batch)
+
+
+def masked_mean(y, t):
+    """0 / 0 for rows of which none counts."""
+    counted = t[:, 0] > -9
+    return ((y - t).square().mean(1) * counted).sum() / counted.sum(), counted.sum()
+
+
+@pytest.mark.parametrize("loss", [masked_mean, MEANS_WITH_WEIGHTS["a mask"]])
+@pytest.mark.parametrize("pattern", [*itertools.product([False, True], repeat=6)], ids=str)
+def test_rows_that_do_not_count_hide_no_mean(pattern, loss):
+    """Wherever the padding is in the first microbatch, if two rows of it count."""
+    x, target = f64(12, 3), f64(12, 3).abs()
+    target[:6][torch.tensor(pattern)] = -10.0
+    plan = plan_of(lambda y, t: loss(y, t), count=2)
+    with pytest.raises(fp.BatchError, match="is a mean over rows|returned \\(mean, weight\\)"):
+        fp.run(plan, numbers(), (x, target))
+
+
+def test_a_pair_is_checked_again_as_long_as_no_two_rows_count():
+    """The mean of one row is its sum."""
+    plan = plan_of(lambda y, t: masked_mean(y, t), count=2)
+    x, target = f64(4, 3), f64(4, 3).abs()
+    target[::2] = -10.0
+    for _ in range(2):
+        fp.run(plan, numbers(), (x, target))
+    target[2] = 1.0
+    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\)"):
+        fp.run(plan, numbers(), (x, target))
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_other_pairs_are_taken_as_they_are(name):
     """Weights that do not add up may be meant."""
@@ -581,6 +642,19 @@ def test_a_loss_of_torch_that_compares_rows_by_accident_is_refused(kind, reducti
     with pytest.raises(fp.BatchError, match=match):
         fp.run(plan, numbers(), (x, target))
     assert_exact(kind(reduction=reduction), x, target[:, None], plan)
+
+
+class SumAndMean(nn.Module):
+    reduction = "sum"
+
+    def forward(self, y, target):
+        return F.cross_entropy(y, target, reduction="sum") + y.square().mean()
+
+
+def test_a_loss_that_only_claims_to_be_a_sum_is_refused_for_what_it_is():
+    match = "has reduction='sum'.* no sum over rows: .* contains a mean or a root"
+    with pytest.raises(fp.BatchError, match=match):
+        fp.run(plan_of(SumAndMean()), numbers(), (f64(12, 5), torch.randint(0, 5, (12,))))
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

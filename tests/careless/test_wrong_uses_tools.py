@@ -20,7 +20,10 @@ from funcpipe.testing import FaultAt, assert_matches_sequential, check_stage
         ({"sequential": [nn.Linear(4, 4)]}, "must be an nn.Sequential.* got a list"),
         ({"sequential": nn.Linear(4, 4)}, r"got a Linear \(other models: fp.split\)"),
         ({"chunks": 0}, "number of chunks must be positive integer; got 0"),
-        ({"chunks": [2, 1]}, r"number of chunks must be positive integer; got \[2, 1\]"),
+        (
+            {"chunks": [2, 1]},
+            r"number of chunks must be positive integer; got \[2, 1\]; .* balance=\[2, 1\]",
+        ),
         ({"checkpoint": True}, "checkpoint is not one of 'always'"),
         ({"balance": [2, 2]}, r"sum of balance have different length.*balance=\[2, 1\]"),
         ({"balance": [1, 1, 1]}, r"too few devices .*devices=\['cpu'\] \* 3"),

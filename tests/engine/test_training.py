@@ -2,6 +2,7 @@
 schedulers, EMA, resuming."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -387,3 +388,25 @@ def test_closures_are_refused_by_step_and_work_by_hand():
         leaf.grad = None
     assert evaluations[0] == evaluations[1] > 5
     pair.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+def test_a_recorded_run_keeps_the_garbage_collector_off():
+    """A collection would count as the time of an action. Afterwards it is as before, also after a
+    failure."""
+    seen = []
+
+    @fp.stage
+    def looking(p, x):
+        seen.append(gc.isenabled())
+        if p is None:
+            raise ValueError("boom")
+        return x * p
+
+    plan = fp.make_plan([looking], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    params, x = (torch.tensor(2.0),), torch.ones(4)
+    for record in (False, True):
+        fp.run(plan, params, x, record=record)
+    with pytest.raises(ValueError, match="boom"):
+        fp.run(plan, (None,), x, record=True)
+    assert seen == [True, False, False]
+    assert gc.isenabled()

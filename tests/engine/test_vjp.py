@@ -179,7 +179,9 @@ def test_parameters_that_moved_are_noticed():
     params = tuple(p.clone() for p in PARAMS)
     _, pullback = fp.vjp(linear_plan(), params, X)
     params[1].add_(1)
-    with pytest.raises(fp.PlanError, match=r"written to between vjp and its pullback"):
+    with pytest.raises(
+        fp.PlanError, match=r"between the forward \(fp.vjp, or the call of a Pipe\) and its"
+    ):
         pullback(torch.ones_like(X))
 
 

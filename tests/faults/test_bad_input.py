@@ -242,6 +242,19 @@ def test_devices_that_are_not_here(rig, executor):
     assert ("cpu",) * 3 == tuple(map(str, fp.devices(3)))
 
 
+@pytest.mark.parametrize("word", ["xpu", "mps", "mtia:0"])
+def test_devices_of_kinds_that_this_torch_has_not(rig, word, executor):
+    try:
+        torch.empty(0, device=word)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        plan = rig.plan(SCHEDULES[0], devices=word)
+        says = f"device 0 is {word!r}"
+        refused(rig, lambda: fp.place(plan, rig.params), fp.PlacementError, says)
+        refused(rig, lambda: rig.run(plan, executor(plan)), fp.PlacementError, says)
+    else:
+        pytest.skip(f"this machine has {word}")
+
+
 @pytest.mark.parametrize("word", ["gpu7", "cuda:x", "", 3.5])
 def test_words_that_are_no_device(rig, word, executor):
     """Row 17: a plan is made without torch, so its run refuses them, by lane and word."""

@@ -389,6 +389,19 @@ def test_a_function_stage_commits_once_in_microbatch_order():
     assert fp.run(plan, (torch.ones(()),), x, state=given).state[0] is given[0]
 
 
+def test_a_commit_without_a_return_is_refused():
+    """In the run that called it, not in the next one."""
+
+    @fp.stage(commit=lambda state, stats: None)
+    def forgetting(p, x, *, state, train):
+        return fp.Out(x * p, stats=x.sum().detach())
+
+    plan = fp.make_plan([forgetting], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    x, state = torch.ones(4, 1), ({"seen": torch.zeros(())},)
+    with pytest.raises(fp.PlanError, match="the commit returned None; return the new state"):
+        fp.run(plan, (torch.ones(()),), (x, x), state=state)
+
+
 def test_a_state_that_is_rebound_is_refused():
     """state["seen"] = ... is a write like state["seen"] += ...: the next microbatch would see
     it."""

@@ -60,11 +60,16 @@ def test_stages_that_split(made):
 
 
 def test_what_one_thread_does_for_other_lanes_is_no_time_of_this_one():
-    cost = fp.models.profile_plan(
-        plan_of(slow, slow, slow), (*WEIGHTS, torch.eye(6)), (X, X), repeats=3, executor="serial"
-    )
-    assert all(0.004 <= seconds < 0.008 for seconds in cost.forward)
-    assert max(cost.backward) < 0.004
+    def separates() -> bool:
+        params = *WEIGHTS, torch.eye(6)
+        cost = fp.models.profile_plan(
+            plan_of(slow, slow, slow), params, (X, X), repeats=3, executor="serial"
+        )
+        assert min(cost.forward) >= 0.004
+        return max(cost.forward) < 0.008 and max(cost.backward) < 0.004
+
+    # On a busy machine each sleep may last longer.
+    assert any(separates() for _ in range(10))
 
 
 def test_it_predicts_other_schedules_of_sleeping_stages():

@@ -101,6 +101,9 @@ def test_a_model_runs_as_chosen():
         ({"memory_limit": 4.0, "fixed": 2.0}, "the parameters alone fill device 0"),
         ({"num_devices": 20}, "there are fewer layers than devices"),
         ({"num_devices": [2]}, "num_devices must be a positive integer"),
+        ({"fixed": [1, 2]}, "fixed has 2 numbers, not 12"),
+        ({"fixed": [None] * 12, "memory_limit": 9.0}, "fixed: numbers from 0; got None"),
+        ({"objective": "time"}, "arguments:\n.*objective is 'makespan' or 'span'; got 'time'"),
         (
             {"memory_limit": [1.0, 2.0]},
             "memory_limit is a positive number, or one for each of 4 devices",

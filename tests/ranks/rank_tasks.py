@@ -1688,6 +1688,7 @@ def arguments(rank, size, what):
     plan, *_ = one_f_one_b()
     options = {
         "three": {},
+        "more ranks": {},
         "idle": {"lanes": [0, 0, 2, 2]},
         "unknown": {"lanes": [0, 1, 2, 7]},
         "few": {"lanes": [0, 1]},
@@ -1696,6 +1697,9 @@ def arguments(rank, size, what):
         "timeout": {"timeout": 0},
         "meta": {"lanes": [0, 1, 2, 2]},
     }[what]
+    if what == "more ranks":
+        schedule = fp.schedules.one_f_one_b(4, 4, num_devices=2)
+        plan = fp.make_plan(plan.stages, schedule, loss=F.mse_loss, devices="cpu")
     if what == "meta":
         plan = fp.make_plan(plan.stages, plan.schedule, loss=F.mse_loss, devices="meta")
     fp.ranks(plan, **options)
@@ -1859,6 +1863,26 @@ def checkpointed(rank, size, path, what):
         load=what == "load",
         save_after={"save": True, "load": None}.get(what, what),
     )
+
+
+def saved_apart(rank, size, path):
+    """Each rank names a folder of its own."""
+    split = fp.split(small_model(), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        fp.save(path / str(rank), split, params, state=split.state, ranks=ranks)
+
+
+def forgotten_arguments(rank, size, what):
+    """A step of torch's face to which the seed or the state was not given."""
+    layer = {"seed": nn.Dropout(), "state": nn.BatchNorm1d(4)}[what]
+    split = fp.split(nn.Sequential(layer, nn.Linear(4, 4)), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        schedule = ranks.schedule(fp.place(plan, split.params, ranks))
+        x = torch.ones(4, 4)
+        schedule.step(*[x] * (rank == 0), target=x if rank else None)
 
 
 def unfinished(rank, size, path):

@@ -97,6 +97,15 @@ def test_without_processes():
         fp.ranks(stages)
 
 
+@pytest.mark.parametrize(("what", "kind"), [("seed", fp.DrawError), ("state", fp.PlanError)])
+def test_a_schedule_says_where_its_arguments_belong(pools, what, kind):
+    outcomes = pools(2).run("forgotten_arguments", what)
+    raised = [outcome for outcome in outcomes if outcome.is_a(kind)]
+    assert raised
+    for outcome in raised:
+        assert f"give {what}= once, to ranks.schedule(params, {what}=...)" in outcome.trace
+
+
 def test_programs_that_could_hang():
     """The program of a plan cannot; one whose order somebody turned could."""
     stages, *_ = everything()
@@ -113,6 +122,7 @@ def test_programs_that_could_hang():
     ("what", "words"),
     [
         ("three", "say which rank has which lane"),
+        ("more ranks", "2 lanes and there are 3 ranks, so some would have no lane"),
         ("idle", "ranks [1] have no lane"),
         ("unknown", "[7] are not ranks"),
         ("few", "it has 2 entries"),

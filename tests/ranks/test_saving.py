@@ -53,6 +53,15 @@ def test_a_rank_that_cannot_save_leaves_the_checkpoint_before(pools, tmp_path):
     assert before == (tmp_path / "funcpipe.json").read_text()
 
 
+def test_ranks_that_name_folders_of_their_own_are_refused(pools, tmp_path):
+    first, second = pools(2).run("saved_apart", tmp_path)
+    assert first.is_a(fp.PeerError), first.trace
+    assert second.is_a(fp.CheckpointError), second.trace
+    for failed in (first, second):
+        assert "give all ranks one path, on a file system that they share" in failed.trace
+    assert not [*tmp_path.glob("*/funcpipe.json")]
+
+
 def test_what_is_not_finished_is_refused_by_all(pools, tmp_path):
     for (first, second, third), *steps in pools(2).all("unfinished", tmp_path):
         assert first == second

@@ -20,6 +20,7 @@ from teams import Teams, meeting
 
 import funcpipe as fp
 from funcpipe._src.core.border import Border
+from funcpipe._src.core.plain_tensors import memory_view
 from funcpipe._src.core.tree import flatten
 from funcpipe._src.devices.stream import Place
 from funcpipe._src.engine.mail import Inbox, PoolLevel, Stop
@@ -27,7 +28,7 @@ from funcpipe._src.engine.worker import Worker
 from funcpipe._src.processes import team as team_module
 from funcpipe._src.processes.address import addresses_at, addresses_of
 from funcpipe._src.processes.alarms import Alarm
-from funcpipe._src.processes.peer import FrameKind, Head, LostError, memory_view
+from funcpipe._src.processes.peer import FrameKind, Head, LostError
 from funcpipe._src.processes.remote import Arrivals, RemoteLane
 from funcpipe._src.processes.rendezvous import Rendezvous, listening
 from funcpipe._src.processes.wire_dtensors import Meshes
@@ -566,8 +567,8 @@ def test_nobody_minds_a_rank_that_leaves_until_it_is_needed(teams):
     teams.members[2].refuse_gone()
     assert teams.members[2].failure.rank == 1
     assert (
-        "has left its `with fp.ranks(...)` after 2 runs, and this is run 3"
-        in teams.members[2].failure.text
+        "has left its `with fp.ranks(...)` after 2 runs, and this is run 3. All ranks must make the "
+        "same calls" in teams.members[2].failure.text
     )
     with pytest.raises(Alarm):
         teams.members[0].exchange(b"is anybody there")  # it waits for the next rank first

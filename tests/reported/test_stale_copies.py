@@ -69,6 +69,7 @@ CHANGES = {
     "0.shift.keywords.other was 0.0, is 1.0": lambda model: model[0].shift.keywords.update(
         other=1.0
     ),
+    "0.linear.forward was set": lambda model: setattr(model[0].linear, "forward", torch.relu),
     "1.p was 0.5, is 0.0": lambda model: setattr(model[1], "p", 0.0),
     "1 was a Dropout, is a ReLU": other_layer_of_the_sequential,
     "_forward_hooks": lambda model: model[0].linear.register_forward_hook(
@@ -185,6 +186,57 @@ def test_sets_an_attribute_back():
         fp.run(plan, params, torch.ones(4, 4))
     model[0].temperature = 1.0
     assert torch.equal(fp.run(plan, params, torch.ones(4, 4)).outputs, before)
+
+
+class Adapted(nn.Linear):
+    """A layer like those of PEFT: its forward can take adapters out, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.merged, self.seen, self.mode, self.enabled = [], [], "train", True
+
+    def unmerge(self):
+        self.merged.clear()
+        self.mode = "plain"
+
+    def forward(self, x):
+        if not self.enabled:
+            self.unmerge()
+        self.seen.append(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer: layer.merged.append("default"), "0.merged was an empty list, is a list"),
+        (lambda layer: setattr(layer, "mode", "merged"), "0.mode was 'train', is 'merged'"),
+    ],
+)
+def test_words_that_a_forward_may_write_are_compared(change, words):
+    """They name what is merged. Values that the forward keeps are not compared."""
+    model = nn.Sequential(Adapted(), nn.Linear(4, 4))
+    split = fp.split(model, 2)
+    schedule = fp.schedules.fill_drain(2, 2, backward=False)
+    plan = fp.make_plan(split, schedule, devices="cpu")
+    fp.run(plan, split.params, torch.ones(4, 4))
+    model(torch.ones(4, 4))
+    fp.run(plan, split.params, torch.ones(4, 4))
+    change(model[0])
+    with pytest.raises(fp.PlanError, match=words):
+        fp.run(plan, split.params, torch.ones(4, 4))
+
+
+def test_a_layer_is_named_by_its_path_in_the_model():
+    """Not by an attribute that also leads to it, such as a bound method."""
+    inner = new_model()
+    model = nn.Sequential(nn.Identity(), inner)
+    model[0].helper = inner[0].forward
+    stages, params, _ = fp.from_module(model)
+    inner[0].temperature = 0.1
+    plan = fp.make_plan([stages], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    with pytest.raises(fp.PlanError, match=r"\* 1\.0\.temperature was 1.0, is 0.1$"):
+        fp.run(plan, (params,), torch.ones(4, 4), seed=0)
 
 
 def test_what_changes_no_stage_is_nobodys_affair():

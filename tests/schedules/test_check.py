@@ -78,7 +78,7 @@ ONE_FAULT = {
             "0I0 is missing: I and W come in pairs",
         ],
     ),
-    "W beside B": ("0F0 0B0 0W0", ["0I0 is missing: I and W come in pairs"]),
+    "W beside B": ("0F0 0B0 0W0", ["0I0 is missing: I and W come in pairs, without 0B0"]),
     "stage on two devices": (
         "0F0 1F0\n0F1 1F1",
         [

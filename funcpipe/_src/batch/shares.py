@@ -63,8 +63,8 @@ def shares_of(
     total = sum(weights)
     if not total:
         error = BatchError(
-            f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; "
-            "leave it out"
+            f"{_word(plan)} is 0 for every microbatch, for example because all labels are ignored, "
+            "so the loss of this batch is not defined; leave the batch out"
         )
         error.everywhere = True  # all processes have the same weights, so each raises by itself
         raise error

@@ -45,13 +45,14 @@ class Manifest:
 
 
 def safetensors() -> Any:
-    """Return the library. Raises CheckpointError if it is not installed."""
+    """Return the library. Raises CheckpointError if it, or numpy, is not installed."""
     try:
+        pkgutil.resolve_name("numpy")  # safetensors writes tensors of torch by way of numpy
         return pkgutil.resolve_name("safetensors.torch")
     except ImportError as error:
         raise CheckpointError(
-            "fp.save and fp.load need safetensors, which is not installed; call pip install "
-            "safetensors"
+            "fp.save and fp.load need safetensors and numpy, and one of them is not installed; "
+            f"call pip install safetensors numpy ({error})"
         ) from error
 
 

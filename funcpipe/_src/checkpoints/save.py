@@ -224,6 +224,11 @@ def save(
         if _leads(group):
             make_folder(folder)
         group.exchange("the making of a checkpoint's folder", None)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"this process saves to {target}, but the first process has made no folder "
+                f"{folder.name} there; give all ranks one path, on a file system that they share"
+            )
         tensors = {file: _gather(group, row, copy=not wait) for file, row in rows.items()}
         files: Future[Files] = Future()
         if wait:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.compiled.known import UNKNOWN, Known
-from funcpipe._src.core.plain_tensors import is_plain
+from funcpipe._src.core.plain_tensors import bytes_of, is_plain
 from funcpipe._src.core.torch_names import WatchingMode, without_modes
 from funcpipe._src.data.stage import SCOPE, Stage
 from funcpipe._src.stages.drawing import draws_nothing, may_draw
@@ -97,8 +97,7 @@ def _digest(constant: Tensor) -> str:
     """A short text for the numbers of a tensor that was made outside of torch."""
     with without_modes(), torch.no_grad():
         if is_plain(constant) and constant.device.type == "cpu":
-            numbers = constant.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            return blake2b(numbers, digest_size=8).hexdigest()
+            return blake2b(bytes_of(constant.contiguous()), digest_size=8).hexdigest()
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,25 @@ from funcpipe._src.core.torch_names import (
     is_zero_tensor,
     storage_number,
 )
+
+_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
+
+
+def memory_view(tensor: Tensor) -> memoryview:
+    """Return the bytes of a dense tensor's memory. Keep the tensor alive while you use them.
+
+    Not by numpy: torch treats memory that numpy has seen as foreign memory, and works without
+    numpy.
+    """
+    return _memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return a copy of the bytes of a dense tensor in host memory."""
+    return bytes(memory_view(tensor)) if tensor.numel() else b""
 
 
 def address(tensor: Tensor) -> int:

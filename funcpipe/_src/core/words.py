@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -15,10 +16,12 @@ def size_of(count: int) -> str:
 
 
 def similar(name: object, names: Iterable[object], words: str = "; did you mean {!r}?") -> str:
-    """Suggest the nearest known name for an unknown one, for a message; "" if none is near.
+    """Suggest the nearest known name with the same numbers, for a message; "" if none is near.
 
-    >>> similar("layer.0", ["layers.0", "head"])
-    "; did you mean 'layers.0'?"
+    >>> similar("layer.0", ["layers.0", "head"]), similar("layers.1", ["layers.0", "head"])
+    ("; did you mean 'layers.0'?", '')
     """
-    matches = difflib.get_close_matches(str(name), [str(known) for known in names], 1)
+    numbers = re.findall(r"\d+", str(name))
+    alike = [known for known in map(str, names) if re.findall(r"\d+", known) == numbers]
+    matches = difflib.get_close_matches(str(name), alike, 1)
     return words.format(matches[0]) if matches else ""

@@ -250,10 +250,11 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
             )
         if plan.state is not None:
             changes = "needs" if all(part.evaluation for part in committing) else "changes"
+            ranks = ", ranks" if len(here) < plan.num_stages else ""
             raise PlanError(
                 f"state= is missing: a batch {changes} the state of {', '.join(changing)}; pass "
-                "state=fp.place(plan, split.state) to the first run, and state=result.state of the "
-                "previous run to later runs"
+                f"state=fp.place(plan, split.state{ranks}) to the first run, and state=result.state "
+                "of the previous run to later runs"
             )
         if needing:
             raise PlanError(

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -453,7 +454,8 @@ def walk(executions: Sequence[Execution]) -> None:
             lane.place.fork()
             if lane.clock is not None:
                 lane.clock.start()
-        first.executor.walk(executions)
+        with _collector_off() if first.ready.options.record else nullcontext():
+            first.executor.walk(executions)
         done = True
     finally:
         RUNNING.set(outer)
@@ -464,6 +466,19 @@ def walk(executions: Sequence[Execution]) -> None:
     seconds = perf_counter() - began
     for execution in executions:
         execution.seconds += seconds / len(executions)
+
+
+@contextmanager
+def _collector_off() -> Generator[None]:
+    """Keep the garbage collector off, as timeit does: a full collection in an action would count as
+    its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _unstepped(stage: int, reduction: Reduction) -> None:

@@ -384,6 +384,9 @@ def commit(ready: Prepared, stage: int, state: Tree, stats: tuple[Tree, ...]) ->
     try:
         with torch.no_grad():
             # Copy first: a commit that updates in place must not change the caller's state.
-            return fold(map_tensors(caller_copy, state), stats)
+            new = fold(map_tensors(caller_copy, state), stats)
+            if new is None:
+                raise PlanError("the commit returned None; return the new state")
+            return new
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

@@ -76,7 +76,8 @@ def run(
             none. A function ``(name, leaf) -> bool``, with the names of `named_leaves`. Or a tuple
             with a bool or a tree of bools per stage.
         loss_scale: a factor of the gradients, for mixed precision. The loss is not multiplied.
-        record: measure the start and end of each action, for ``result.timeline``.
+        record: measure the start and end of each action, for ``result.timeline``. Python's garbage
+            collector is off meanwhile, as in ``timeit``.
         ranges: make each action a range of torch.profiler, named like ``action 2F3``. On CUDA devices also
             a range of NVTX. A profiler sees the lanes' threads with ``profile_all_threads``.
         observe: a function ``(action, name, value)``, called for each value of each action. The names

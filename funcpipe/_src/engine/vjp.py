@@ -224,8 +224,8 @@ class Pullback:
         ready = execution.ready
         refuse_writes(
             ready,
-            "parameters were written to between vjp and its pullback, which needs their old "
-            "values; call the pullback before the optimizer's step:",
+            "parameters were written to between the forward (fp.vjp, or the call of a Pipe) and its "
+            "backward, which needs their old values; step the optimizer after the backward:",
         )
         if not_carried() != self._carried:
             raise PlanError(

@@ -164,7 +164,10 @@ class ModuleAttributes:
         self.seen: set[int] = set()
         # Keeps values alive: otherwise a new object could get an id that is in `seen`.
         self.kept: list[Any] = []
-        for path, module in model.named_modules():
+        modules = dict(model.named_modules())
+        # Attributes that lead to one of these do not name it: its path does.
+        self.own = {id(module) for module in modules.values()}
+        for path, module in modules.items():
             self._module(path, module)
         self.seen, self.kept = set(), []
 
@@ -197,8 +200,9 @@ class ModuleAttributes:
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
             # A forward changes the attributes that it writes in each call, so they are not
-            # settings.
-            if name not in _APART and (self.all_names or name not in uses.written):
+            # settings. Words are: PEFT lists merged adapters, and a forward can take them out.
+            compared = self.all_names or name not in uses.written or _has_words(value)
+            if name not in _APART and compared:
                 self._walk(value, f"{path}.{name}" if path else name, name, uses)
 
     def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
@@ -212,7 +216,8 @@ class ModuleAttributes:
             return
         if isinstance(value, nn.Module):
             for path, module in value.named_modules():
-                self._module(f"{place}.{path}" if path else place, module)
+                if id(module) not in self.own:
+                    self._module(f"{place}.{path}" if path else place, module)
             return
         self.seen.add(id(value))
         self.kept.append(value)
@@ -318,28 +323,36 @@ class ModuleAttributes:
             before = dict(zip(table.keys, table.values, strict=True))
             for key in dict.fromkeys((*table.keys, *now)):
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
-                if not _same(old, new) and self._counts(table, key, old):
+                if not _same(old, new) and self._counts(table, key, old, new):
                     yield Change(
                         place_inside(table.place, key), table.name or key, table.uses, old, new
                     )
         for place, name, uses, container in self.empty:
-            if container:
+            left = name in uses.written and not (self.all_names or _has_words(container))
+            if container and not left:
                 yield Change(place, name, uses, type(container)(), container)
         for place, name, uses, tensor, writes in self.tensors:
             if _writes(tensor) != writes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
-    def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
+    def _counts(self, table: _Noted, key: Any, old: Any, new: Any) -> bool:
         """Return whether a changed attribute is a setting, not a value that a forward leaves for
         others to read."""
         if table.name:
             return self.all_names or not (
                 key in table.uses.written or (key in _FILLED_IN and old is None)
             )
-        if key in _APART or (not self.all_names and key in table.uses.written):
-            return False
-        # A new attribute that no forward mentions comes from hooks or callers.
-        return self.all_names or old is not _MISSING or key in table.uses.mentioned
+        if key in _APART or self.all_names:
+            return key not in _APART
+        if key in table.uses.written:
+            return isinstance(old, str) and isinstance(new, str)
+        # Other new attributes that no forward mentions come from hooks or callers.
+        return old is not _MISSING or key in table.uses.mentioned or key == "forward"
+
+
+def _has_words(value: Any) -> bool:
+    """Return whether a value is a list or a set of strings alone; also if it is empty."""
+    return isinstance(value, (list, set)) and all(isinstance(each, str) for each in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _no_tensor() -> None:
@@ -415,8 +428,7 @@ def place_inside(place: str, key: Any) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, _Child):
         return "None" if value.reference is None else f"a {value.kind}"
-    return (
-        repr(value)
-        if isinstance(value, (int, float, complex, str, bool, type(None)))
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, (int, float, complex, str, bool, type(None))):
+        return repr(value)
+    empty = "an empty" if isinstance(value, (dict, list, set, deque)) and not value else "a"
+    return f"{empty} {type(value).__name__}"

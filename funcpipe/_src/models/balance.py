@@ -6,6 +6,7 @@ The result is exact. `plan_for` also chooses the schedule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import fsum, inf
 from operator import index
@@ -282,22 +283,7 @@ def _problem(
         faults.append(f"num_parts is from 1 to the number of layers, {layers}; got {count!r}")
         raise PlanError(bullets("nothing to balance:", faults))
 
-    def numbers(name: str, value: Any, length: int) -> list[float]:
-        values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
-        if len(values) != length:
-            faults.append(f"{name} has {len(values)} numbers, not {length}")
-        bad = [
-            v
-            for v in values
-            if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf
-        ]
-        if bad or (name in ("speeds", "limit") and 0 in values):
-            faults.append(
-                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got "
-                f"{(bad or [0])[0]!r}"
-            )
-        return [] if bad else [float(v) for v in values]
-
+    numbers = partial(checked_numbers, faults)
     time, redo = numbers("costs", work, layers), numbers("remat", remat_work, layers)
     borders = numbers("comm", comm, layers - 1)
     residuals, constants = numbers("memory", memory, layers), numbers("fixed", fixed, layers)
@@ -317,6 +303,25 @@ def _problem(
     kinds = (False, True) if remat == "auto" else (bool(remat),)
     options = [[option(light, times) for light in kinds] for times in flights]
     return _BalanceProblem(options, rates, limits, [0.0, *borders, 0.0])
+
+
+def checked_numbers(faults: list[str], name: str, value: Any, length: int) -> list[float]:
+    """Return one number for each of several parts; one number stands for all. Adds to the
+    faults."""
+    values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
+    if len(values) != length:
+        faults.append(f"{name} has {len(values)} numbers, not {length}")
+    bad = [
+        v
+        for v in values
+        if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf
+    ]
+    if bad or (name in ("speeds", "limit") and 0 in values):
+        faults.append(
+            f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got "
+            f"{(bad or [0])[0]!r}"
+        )
+    return [] if bad else [float(v) for v in values]
 
 
 def _bound(problem: _BalanceProblem) -> float:

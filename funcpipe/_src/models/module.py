@@ -312,10 +312,8 @@ class PartFn(Bindable):
                 )
                 continue
             strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
-            faults += [
-                f"{kind} has {name!r}, which the module does not{similar(name, expected)}"
-                for name in strange
-            ]
+            other = f"{kind} has {{!r}}, which the module does not{{}}"
+            faults += [other.format(name, similar(name, expected)) for name in strange]
             for name, shape in expected.items():
                 tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
                 if name not in tree:
@@ -326,7 +324,8 @@ class PartFn(Bindable):
                     faults.append(
                         f"{name!r} has shape {tuple(tensor.shape)}, but the module needs {shape}"
                     )
-        raise_all(f"these are not the tensors of {self.who}:", faults)
+        advice = "give params and state of the plan's own split, in its order"
+        raise_all(f"these are not the tensors of {self.who}; {advice}:", faults)
 
 
 class ModuleFn(PartFn):
@@ -350,7 +349,7 @@ class ModuleFn(PartFn):
     ) -> None:
         self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
         self.origin = skeleton.origin
-        self.who = type(self.skeleton).__name__
+        self.who = getattr(self.skeleton, "_funcpipe_who", type(self.skeleton).__name__)
         self.skips, self.held, self.spread, self.carry = skips, names, spread, carry
         canonical = {skeleton.canonical[alias] for alias in names}
         shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}

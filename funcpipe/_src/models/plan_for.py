@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import index, itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from funcpipe._src.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe._src.core.progress import ProgressTo, Teller, telling
@@ -22,7 +22,7 @@ from funcpipe._src.data.cost import Cost, per_stage
 from funcpipe._src.data.cost_shares import one_each
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Kind, Schedule
-from funcpipe._src.models.balance import balance
+from funcpipe._src.models.balance import balance, checked_numbers
 from funcpipe._src.search.found import Found
 from funcpipe._src.search.placement import placed, shapes_for
 from funcpipe._src.search.problem import Objective, limits_of
@@ -174,10 +174,23 @@ def plan_for(
         told.phase("costs")
         counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
         limits = limits_of(memory_limit, num_devices)
+        faults: list[str] = []
+        if objective not in get_args(Objective):
+            faults.append(
+                f"objective is {' or '.join(map(repr, get_args(Objective)))}; got {objective!r}"
+            )
         cases = [
-            _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options, told)
+            _Case(
+                layers,
+                count,
+                limits,
+                tuple(checked_numbers(faults, "fixed", fixed, _num_layers(layers))),
+                options,
+                told,
+            )
             for count, layers in counts.items()
         ]
+        raise_all("plan_for cannot use these arguments:", dict.fromkeys(faults))
         return _choice(cases, shares, evaluations, seconds, told)
 
 

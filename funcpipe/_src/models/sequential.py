@@ -166,6 +166,7 @@ class SequentialPart(nn.Module):
     def __init__(self, whole: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__()
         self.training = False  # only the layers have modes; the container has none
+        self._funcpipe_who = type(whole).__name__
         # Each position gets its own copy, also if the model has one module at several positions.
         # With a shared copy, the random numbers of a layer would depend on which positions are in
         # the same stage. The copies share their tensors.

@@ -428,7 +428,12 @@ def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
         positive = index(chunks) > 0
     except TypeError:
         positive = False
-    faults = [] if positive else [f"number of chunks must be positive integer; got {chunks!r}"]
+    faults: list[str] = []
+    if not positive:
+        named = f"; give the balance by name, balance={chunks!r}" * isinstance(
+            chunks, (list, tuple)
+        )
+        faults.append(f"number of chunks must be positive integer; got {chunks!r}{named}")
     if checkpoint not in CHECKPOINTS:
         faults.append(
             f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}"

@@ -8,7 +8,6 @@ they arrive, in pieces of any size.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
@@ -25,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from funcpipe._src.core.plain_tensors import bytes_of, memory_view
 from funcpipe._src.core.tensor_layout import TensorLayout, machine_memory
 from funcpipe._src.engine.mail import Stop
 from funcpipe._src.processes.wire_format import TreeForm, unpack_form
@@ -117,20 +117,6 @@ def lost_by_device(rank: int, error: RuntimeError) -> LostError:
     parts = str(error).split("\n")[0].split(", ")
     text = ", ".join(part for part in parts if ".cpp:" not in part and "NCCL version" not in part)
     return LostError(rank, f"the NCCL connection of its device with this one has ended: {text}")
-
-
-_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory.restype = ctypes.py_object
-_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_WRITABLE = 0x200
-
-
-def memory_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a dense tensor's memory. Keep the tensor alive while you use them.
-
-    Not by numpy: torch treats memory that numpy has seen as foreign memory.
-    """
-    return _memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
 
 class Peer:
@@ -286,7 +272,7 @@ class Peer:
                     body = _room(frame.length)
                     yield memory_view(body)
                     # A number that comes again replaces its form: the sender has begun again.
-                    self._forms[frame.other] = KnownForm(unpack_form(bytes(memory_view(body))))
+                    self._forms[frame.other] = KnownForm(unpack_form(bytes_of(body)))
                 known = self._forms[frame.other]
                 if frame.kind == FrameKind.VALUE:
                     yield from team.value(self.rank, frame, known)
@@ -301,7 +287,7 @@ class Peer:
                 if frame.kind == FrameKind.DATA:
                     team.data(self.rank, frame.lane, body)
                 else:
-                    team.word(self.rank, FrameKind(frame.kind), bytes(memory_view(body)))
+                    team.word(self.rank, FrameKind(frame.kind), bytes_of(body))
                 del body
 
     # -- its end

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.batch.marks import Microbatches, Replicate
-from funcpipe._src.core.errors import BatchError, FuncpipeError, PlanError, raise_all
+from funcpipe._src.core.errors import BatchError, DrawError, FuncpipeError, PlanError, raise_all
 from funcpipe._src.core.sparse_gradients import add_gradient
 from funcpipe._src.core.tree import Tree, leaves
 from funcpipe._src.data.losses import ALIKE, Weighing
@@ -19,6 +19,7 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.engine.execute import LaneExecutor
+from funcpipe._src.engine.failures import add_note
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.run import run
 from funcpipe._src.lower.plan import make_plan
@@ -255,7 +256,13 @@ class RankSchedule:
             "seed": seed,
             "executor": self._executor,
         }
-        self.result = run(plan, self.params, given, **options)
+        try:
+            self.result = run(plan, self.params, given, **options)
+        except (DrawError, PlanError) as error:
+            lacks = "seed" if isinstance(error, DrawError) else "state"
+            if getattr(self, lacks) is None and lacks in str(error):
+                add_note(error, f"give {lacks}= once, to ranks.schedule(params, {lacks}=...)")
+            raise
         return self.result
 
     def zero_grad(self) -> None:

@@ -187,6 +187,13 @@ def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, 
     """Return the rank of each lane. Raises RanksError."""
     count = plan.num_devices
     if lanes is None:
+        if count < size:
+            raise RanksError(
+                f"the plan has {count} lanes and there are {size} ranks, so some would have no lane; "
+                f"start {count} processes, or train replicas: fp.ranks(plan, mesh, dp='dp') with "
+                "mesh = torch.distributed.init_device_mesh('cpu', (replicas, ranks), "
+                "mesh_dim_names=('dp', 'pp'))"
+            )
         if count % size:
             raise RanksError(
                 f"the plan has {count} lanes and there are {size} ranks; start {count} processes, "

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from funcpipe._src.core.plain_tensors import bytes_of, memory_view
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.engine.agreement import PreviousWords
 from funcpipe._src.engine.mail import Inbox, Stop
@@ -38,11 +39,12 @@ from funcpipe._src.processes.peer import (
     Peer,
     Pieces,
     lost_by_device,
-    memory_view,
 )
 from funcpipe._src.processes.reading import Reading
 from funcpipe._src.processes.remote import Arrivals
 from funcpipe._src.processes.wire_format import memory
+
+_SAME_CALLS = "All ranks must make the same calls (fp.run, fp.step, fp.save): as many batches on each"
 
 _FLUSH = 1.0
 """Seconds to write the last messages before connections are closed."""
@@ -203,9 +205,9 @@ class Team:
         """End the team, because this process waits for a process that has left. Raises Stop."""
         text = (
             f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others "
-            "wait for it"
+            f"wait for it ({self.names[self.rank]} is {self.doing()[1]}). {_SAME_CALLS}"
         )
-        self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
+        self.fail(Failure(rank, "", text, None, self.run))
         raise Stop
 
     # -- what others send
@@ -313,7 +315,7 @@ class Team:
             self.send(rank, head, data)
         with self.monitor.patient():
             for rank in others:
-                given[rank] = self.caller.take(rank).numpy().tobytes()
+                given[rank] = bytes_of(self.caller.take(rank))
         return [given[rank] for rank in range(self.size)]
 
     def gather(
@@ -422,9 +424,9 @@ class Team:
             if self.run > run:
                 text = (
                     f"has left its `with fp.ranks(...)` after {run} runs, and this is run "
-                    f"{self.run}"
+                    f"{self.run}. {_SAME_CALLS}"
                 )
-                self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
+                self.fail(Failure(rank, "", text, None, self.run))
 
     # -- its end
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funcpipe._src.core.border import LEAF, dense, fills
 from funcpipe._src.core.errors import PlanError
-from funcpipe._src.core.plain_tensors import is_plain
+from funcpipe._src.core.plain_tensors import bytes_of, is_plain
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
 from funcpipe._src.processes.wire_classes import class_named, looked_up, name_of, permit
@@ -212,7 +212,7 @@ def pack(tree: Tree) -> bytes:
         if code:
             parts.append(struct.pack(f"<{code}", leaf))
         elif isinstance(leaf, Tensor):
-            parts.append(memory(leaf.cpu()).numpy().tobytes())
+            parts.append(bytes_of(leaf.cpu()))
         layouts.append(_BY_CODE[code] if code else leaf)
     key = form_key(layouts, spec, ())
     head = _heads.get(key)

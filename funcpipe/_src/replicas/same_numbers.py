@@ -10,10 +10,9 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
-from funcpipe._src.core.plain_tensors import here, is_plain
+from funcpipe._src.core.plain_tensors import here, is_plain, memory_view
 from funcpipe._src.core.torch_names import version
 from funcpipe._src.core.tree import Tree, flatten, locations
-from funcpipe._src.processes.peer import memory_view
 from funcpipe._src.replicas.replicas import Sharding
 
 Digests: TypeAlias = Mapping[str, str]

@@ -330,9 +330,10 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
         if other is not None and CODE[kind] < CODE[other] and done[kind] != done[other]:
             for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
                 if first != second:
+                    whole = f", without {name(Kind.B, at)}" if done[Kind.B][at] else ""
                     faults.append(
                         f"{name(other if first else kind, at)} is missing: {kind} and {other} "
-                        "come in pairs"
+                        f"come in pairs{whole}"
                     )
         other = row.excludes
         if other is not None and CODE[kind] < CODE[other]:

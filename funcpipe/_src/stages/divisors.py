@@ -118,15 +118,17 @@ def why_not_mean(
     weight: float | None,
     *,
     pair: bool = False,
+    several: bool = True,
     in_model: bool = False,
-) -> str:
-    """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
+) -> str | None:
+    """Return why a loss is not a mean over rows, found by a few calls with a few rows; or "".
 
     The loss of some rows must be the mean of the losses of the first rows and of the others, in
     proportion to the rows. Sums, root means, and losses that compare rows fail. A pair (sum,
-    weight) fails if it is (mean, weight), or if its weight is a mean over rows, such as an
-    accuracy. No check takes place if some tensor is not cut along its first axis, or if the loss
-    cannot take these rows.
+    weight) fails if the sum of some rows is not the sum of its parts, or if its weight is a mean
+    over rows, such as an accuracy. No check takes place if some tensor is not cut along its first
+    axis, or if the loss cannot take these rows. None: fewer than two of the rows count, which shows
+    nothing about a pair.
 
     Args:
         fn: the loss.
@@ -135,6 +137,7 @@ def why_not_mean(
         weight: the rows of the microbatch, times the length of its slice. None: its weight is
             known, so only sums are found.
         pair: whether the loss returns (sum, weight).
+        several: whether there are several microbatches. One may have a sum that compares rows.
         in_model: whether ``fn`` is the last stage of a model that computes its own loss. Then
             tensors with another length than the first one, such as position embeddings, stay
             whole.
@@ -168,23 +171,36 @@ def why_not_mean(
             raise ValueError("the loss returns another form for a few rows")
         return loss.sum.item(), float(loss.weight or 0)
 
-    def compare(count_of: int | None) -> str:
+    def compare(count_of: int | None) -> str | None:
         """Compare a few rows with their parts. Ints equal to ``count_of`` are numbers of rows."""
         # Some losses need two rows, such as the mean of the two hardest rows. Others need single
-        # precision, such as a loss with a layer of its own. A pair may leave out a single row.
+        # precision, such as a loss with a layer of its own.
         splits = [(most, most // 2 if pair else 1), (_ROWS, 2)]
         tries = [(*split, exact) for exact in (is_small, False) for split in splits]
-        for count, first, exact in tries:
+        for stop, middle, exact in tries:
             with suppress(Exception), torch.no_grad():
                 few = [
-                    _rows(leaf, count, exact=exact) if cut else leaf
+                    _rows(leaf, stop, exact=exact) if cut else leaf
                     for leaf, cut in zip(leaves, is_cut, strict=True)
                 ]
-                whole = value(few, 0, count, count_of)
-                parts = value(few, 0, first, count_of), value(few, first, count, count_of)
+                start = 0
+                while True:
+                    whole = value(few, start, stop, count_of)
+                    parts = (
+                        value(few, start, middle, count_of),
+                        value(few, middle, stop, count_of),
+                    )
+                    if not pair or not any(map(_is_empty, parts)):
+                        break
+                    # A pair may leave out rows: those of the other part may count.
+                    start, stop = (start, middle) if _is_empty(parts[1]) else (middle, stop)
+                    if stop - start < 2:
+                        return None
+                    middle = (start + stop) // 2
                 difference = _pair_difference if pair else _difference
-                reason = difference(whole, parts, (count, first), 1e-6 if exact else single)
-                if reason and (again := value(few, 0, count, count_of)) != whole:
+                rows_of = stop - start, middle - start
+                reason = difference(whole, parts, rows_of, 1e-6 if exact else single)
+                if reason and (again := value(few, start, stop, count_of)) != whole:
                     return _STATEFUL.format(whole[0], again[0])
                 return reason
         return ""
@@ -195,7 +211,9 @@ def why_not_mean(
     reason = compare(rows if in_model else None)
     if reason and not in_model and any(type(leaf) is int and leaf == rows for leaf in leaves):
         reason = compare(rows)
-    if weight is None and not reason.startswith(_SUM) and not pair:
+    if reason is None or (weight is None and not reason.startswith(_SUM) and not pair):
+        return reason and ""
+    if _NO_SUM in reason and not several:
         return ""
     remedy = "make_plan(weight=lambda target: len(target))"
     if not any(isinstance(leaf, Tensor) for leaf in flatten(target)[0]):
@@ -204,6 +222,7 @@ def why_not_mean(
 
 
 _SUM = "the loss returned a sum over the microbatch"
+_NO_SUM = "but the first value is no sum over rows"
 _STATEFUL = (
     "the loss returned {:.6g}, and in a second call with the same rows {:.6g}: it keeps a state, or "
     "draws random numbers that torch does not draw, so the loss of the batch would depend on the "
@@ -253,46 +272,67 @@ def _difference(
     )
 
 
+def _is_empty(part: _SumAndWeight) -> bool:
+    """Return whether no row of a part counts: its mean is 0 / 0, or sum and weight are 0."""
+    total, weight = part
+    return not math.isfinite(total) or (total == 0 and weight == 0)
+
+
 def _pair_difference(
     whole: _SumAndWeight,
     parts: tuple[_SumAndWeight, _SumAndWeight],
     rows: tuple[int, int],
     tolerance: float,
 ) -> str:
-    """Return the message about a pair that is certainly not (sum, weight); "" otherwise.
+    """Return the message about a pair that is not (sum, weight); "" otherwise.
 
-    Other weights that do not add up may be meant, such as 1 for each microbatch. Arguments are as
-    in `_difference`.
+    A weight that does not add up may be meant, such as a constant for the whole batch. A value that
+    is no sum may be meant if each microbatch has the weight 1. Arguments are as in `_difference`.
     """
     (total, weight), ((first, w_first), (others, w_others)), (count, cut) = whole, parts, rows
 
     def equal(one: float, other: float, *terms: float) -> bool:
         return abs(one - other) <= tolerance * sum(map(abs, terms))
 
-    mean_weight = (cut * w_first + (count - cut) * w_others) / count
-    if equal(weight, mean_weight, w_first, w_others) and not equal(w_first, w_others, w_first):
+    def mean(one: float, other: float) -> float:
+        return (cut * one + (count - cut) * other) / count
+
+    if equal(weight, mean(w_first, w_others), w_first, w_others) and not equal(
+        w_first, w_others, w_first
+    ):
         return (
             "the loss returned two values, which are read as (sum, weight), but the second value is "
             f"a mean over rows: {weight:.6g} for {count} rows, {w_first:.6g} and {w_others:.6g} "
             "for the parts. To return a metric beside the loss, return fp.Loss(loss, aux=metric)"
         )
-    adds_up = equal(total, first + others, first, others)
+    if equal(total, first + others, first, others) or weight == w_first == w_others == 1:
+        return ""
+    values = f"is {total:.6g} for {count} rows, {first:.6g} and {others:.6g} for the parts"
     weighed = first * w_first, others * w_others
-    weights_add_up = equal(weight, w_first + w_others, weight)
-    if weights_add_up and not adds_up and equal(total * weight, sum(weighed), *weighed):
+    if equal(weight, w_first + w_others, weight) and equal(total * weight, sum(weighed), *weighed):
         return (
             "the loss returned (mean, weight), but two values are read as (sum, weight): the first "
-            f"is {total:.6g} for {count} rows, {first:.6g} and {others:.6g} for the parts. Return "
-            "(mean * weight, weight)"
+            f"{values}. Return (mean * weight, weight)"
         )
-    return ""
+    if equal(total, mean(first, others), first, others):
+        return (
+            "the loss returned two values, which are read as (sum, weight), but the first value is "
+            f"a mean over rows: it {values}. Return (sum, weight). To return a metric beside the "
+            "loss, return fp.Loss(loss, aux=metric)"
+        )
+    return (
+        f"the loss returned two values, which are read as (sum, weight), {_NO_SUM}: it {values}. So "
+        "the loss of the batch would depend on the number of microbatches. Return the sum of the "
+        "losses of single rows. To average this loss over microbatches as it is, return it alone "
+        "and state the weights: {remedy}"
+    )
 
 
 def why_broadcast(fn: Callable[..., Any], y: Tree, target: Tree, *, summed: bool) -> str:
-    """Return why a loss of torch whose weights are rows is no mean or sum over rows; or "".
+    """Return why a loss whose weights are known to be rows is no mean or sum over rows; or "".
 
-    If output and target have different shapes, such as ``[B, 1]`` and ``[B]``, torch compares each
-    row with all other rows of the microbatch.
+    If output and target have different shapes, such as ``[B, 1]`` and ``[B]``, losses of torch
+    compare each row with all other rows of the microbatch.
     """
     if not (isinstance(y, Tensor) and isinstance(target, Tensor)):
         return ""
@@ -302,11 +342,26 @@ def why_broadcast(fn: Callable[..., Any], y: Tree, target: Tree, *, summed: bool
 
     if not y.dim() or not why_not_mean(mean, y, target, float(len(y))):
         return ""
+    if summed and not _grows(y.shape, target.shape):
+        return (
+            "the loss has reduction='sum', so the losses of the microbatches are added, but it is "
+            "no sum over rows: it compares rows with each other, or contains a mean or a root. "
+            "Return the sum of the losses of single rows, or (sum, weight)"
+        )
     return (
         f"the loss compares rows with each other: torch broadcasts the output {list(y.shape)} "
         f"against the target {list(target.shape)}. Give both one shape, with target.unsqueeze(-1) "
         "or y.squeeze(-1)"
     )
+
+
+def _grows(shape: torch.Size, other: torch.Size) -> bool:
+    """Return whether a tensor of a shape gets another shape if torch broadcasts it against
+    another."""
+    try:
+        return torch.broadcast_shapes(shape, other) != shape
+    except RuntimeError:
+        return False
 
 
 def has_scalar(y: Tree) -> bool:

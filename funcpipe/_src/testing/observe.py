@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe._src.core.gradient_graph import nodes_of
+from funcpipe._src.core.plain_tensors import bytes_of
 from funcpipe._src.core.tree import (
     Tree,
     flatten,
@@ -183,7 +184,7 @@ def _generators() -> dict[str, Any]:
     """The states of the global random generators."""
     numpy: Any = sys.modules.get("numpy.random")
     states: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "torch": bytes_of(torch.get_rng_state()),
         "random": random.getstate(),
     }
     if numpy is not None:

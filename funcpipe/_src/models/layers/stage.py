@@ -447,7 +447,8 @@ class LayersCopy(ModuleCopy):
         return PlanError(
             f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
             f"than the output of the previous block: {need} {source!r}, which another stage "
-            f"has; {TRACED}{remedy}"
+            f"has (with x = x + block(x) outside of the blocks, they use all earlier blocks); "
+            f"{TRACED}{remedy}"
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
