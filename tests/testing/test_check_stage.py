@@ -54,7 +54,7 @@ def test_faults_can_be_allowed():
 
 
 def test_all_kinds_of_faults_are_tried():
-    assert {*FAULTS, "raises"} - {"state"} == {param.values[0] for param in BAD}
+    assert {*FAULTS, "raises"} - {"state", "commit"} == {param.values[0] for param in BAD}
 
 
 def ints(p, x):
@@ -206,6 +206,28 @@ def test_state_that_is_written_is_named():
     )
     assert "dependent" == check_stage(made, params, X, state=state).rows
     assert "independent" == check_stage(made, params, X, state=state, train=False).rows
+
+
+def test_a_commit_must_return_a_state_like_the_old_one():
+    state = {"n": torch.zeros(3, dtype=torch.float64)}
+
+    def committing(commit):
+        fn = lambda p, x, *, state: fp.Out(x * p["w"] + state["n"], stats=x.detach().sum(0))
+        return faults(fp.stage(fn, commit=commit), state=state)
+
+    assert () == committing(lambda s, stats: {"n": s["n"] + sum(stats)})
+    is_now = "the state is a dict of (float64 [3])"
+    assert (("commit", f"its commit returns None, {is_now}"),) == committing(
+        lambda s, stats: None
+    )
+    assert (("commit", f"its commit returns a dict of (), {is_now}"),) == committing(
+        lambda s, stats: {}
+    )
+    assert (("commit", f"its commit returns a dict of (float64 []), {is_now}"),) == committing(
+        lambda s, stats: {"n": sum(stats).sum()}
+    )
+    [(name, text)] = committing(lambda s, stats: s["m"])
+    assert (name, text) == ("raises", "its commit raises KeyError: 'm'")
 
 
 def test_modules_and_compositions():

@@ -44,7 +44,7 @@ from funcpipe._src.processes.reading import Reading
 from funcpipe._src.processes.remote import Arrivals
 from funcpipe._src.processes.wire_format import memory
 
-_SAME_CALLS = "All ranks must make the same calls (fp.run, fp.step, fp.save): as many batches on each"
+_SAME_CALLS = "All ranks must make the same calls (fp.run, fp.step, fp.save) equally often"
 
 _FLUSH = 1.0
 """Seconds to write the last messages before connections are closed."""

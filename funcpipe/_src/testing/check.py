@@ -27,6 +27,7 @@ FAULTS = {
     "unused": "has trainable parameters that no gradient reaches",
     "params": "writes into its parameters",
     "state": "writes into its state",
+    "commit": "has a commit that returns None, or a state of another structure, types or shapes",
     "captured": "changes values that it closes over, or closes over parameters",
     "in-place": "writes into its input",
     "kept": "keeps a tensor of a run after it",
@@ -104,8 +105,9 @@ def check_stage(
     """Check that a stage is pure, deterministic, and has gradients for all parameters.
 
     The function calls the stage several times as a run does: microbatch 0, microbatch 1, microbatch
-    0 again as remat does, in a second run, with one row less, and backward. The error lists all
-    faults, each with its name in `FAULTS`. The stage gets copies, so your arguments do not change.
+    0 again as remat does, in a second run, with one row less, and backward. Then it commits the
+    statistics of two microbatches. The error lists all faults, each with its name in `FAULTS`. The
+    stage gets copies, so your arguments do not change.
 
     These changes are not found, or are not faults:
 

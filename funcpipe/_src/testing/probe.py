@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe._src.core.border import Border, dense
+from funcpipe._src.core.border import Border, caller_copy, dense
 from funcpipe._src.core.errors import DrawError, PlanError
 from funcpipe._src.core.torch_names import storage_number
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
@@ -229,9 +229,24 @@ class Probe:
         self._compare(again, first, "at the second call, as remat makes it")
         self._gradients(bound, first, again)
         bound.release()
+        self._commit(first, other)
         bound = self._bind()
         self._compare(self._forward(bound, 0), first, "in a second run")
         bound.release()
+
+    def _commit(self, *outs: StageOut) -> None:
+        """Commit the statistics of two microbatches: a state like the old one must come of it."""
+        commit, state = self.stage.commit, self.arguments.state
+        if commit is None or not self.train:
+            return
+        stats = tuple(out.report.stats for out in outs)
+        new = self._attempt(
+            lambda: commit(map_leaves(caller_copy, state), stats), "its commit raises"
+        )
+        if _kinds(new) != _kinds(state):
+            self.watch.note(
+                "commit", f"its commit returns {_show(new)}, the state is {_show(state)}"
+            )
 
     def _compare(
         self, actual: StageOut, expected: StageOut, when: str, *, values: bool = True
@@ -416,6 +431,8 @@ def _kinds(tree: Tree, *, sizes: bool = True) -> tuple[Any, list[Any]]:
 
 
 def _show(tree: Tree) -> str:
+    if tree is None:
+        return "None"
     inside = ", ".join(_shape(leaf) for leaf in flatten(tree)[0])
     return inside if isinstance(tree, Tensor) else f"a {type(tree).__name__} of ({inside})"
 
