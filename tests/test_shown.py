@@ -249,7 +249,7 @@ def test_others_say_what_matters():
         "out": "<Out: y float32 [16, 64]; stash early float32 [16, 64]>",
         "fold": "<Fold: mlp.<locals>.<lambda>; state 1 tensor, 39.1 KiB>",
         "overlap": "<Overlap source | double | stage: 0 of 2 batches handed out>",
-        "stage": "<Stage '0-1': SequentialPart; state>",
+        "stage": "<Stage '0-1': Sequential; state>",
         "compiled": "<Stage 'product': mlp.<locals>.<lambda>; compiled>",
         "cost": "Cost(forward=(1, 1, 1, 1, 1, ..., 1), backward=2)",
     }

@@ -211,8 +211,8 @@ def test_ties_are_groups_of_places(ties, told):
     ("group", "told"),
     [
         (
-            [(0, "0.weight"), (1, "9.weight")],
-            r"params\[1\] has no leaf at '9.weight'; did you mean '2.weight'",
+            [(0, "0.weight"), (1, "2.wieght")],
+            r"params\[1\] has no leaf at '2.wieght'; did you mean '2.weight'",
         ),
         ([(0, "0.weight"), (1, "2.weight")], "differ in shape"),
     ],

@@ -120,10 +120,13 @@ def test_transformers_reads_a_folder_with_a_configuration(tmp_path):
     assert same(again.state_dict(), llama.state_dict())
 
 
-def test_without_safetensors_the_error_names_a_command_that_works_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+@pytest.mark.parametrize("library", ["safetensors", "numpy"])
+def test_without_a_library_the_error_names_a_command_that_works_everywhere(
+    library, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, library, None)
     split = fp.split(model(), 2)
-    with pytest.raises(fp.CheckpointError, match="call pip install safetensors$"):
+    with pytest.raises(fp.CheckpointError, match=rf"call pip install safetensors numpy .*{library}"):
         fp.save(tmp_path / "new", split, split.params, state=split.state)
     assert not (tmp_path / "new" / "funcpipe.json").exists()
 
