@@ -126,7 +126,9 @@ def test_without_a_library_the_error_names_a_command_that_works_everywhere(
 ):
     monkeypatch.setitem(sys.modules, library, None)
     split = fp.split(model(), 2)
-    with pytest.raises(fp.CheckpointError, match=rf"call pip install safetensors numpy .*{library}"):
+    with pytest.raises(
+        fp.CheckpointError, match=rf"call pip install safetensors numpy .*{library}"
+    ):
         fp.save(tmp_path / "new", split, split.params, state=split.state)
     assert not (tmp_path / "new" / "funcpipe.json").exists()
 

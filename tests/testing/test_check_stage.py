@@ -217,9 +217,7 @@ def test_a_commit_must_return_a_state_like_the_old_one():
 
     assert () == committing(lambda s, stats: {"n": s["n"] + sum(stats)})
     is_now = "the state is a dict of (float64 [3])"
-    assert (("commit", f"its commit returns None, {is_now}"),) == committing(
-        lambda s, stats: None
-    )
+    assert (("commit", f"its commit returns None, {is_now}"),) == committing(lambda s, stats: None)
     assert (("commit", f"its commit returns a dict of (), {is_now}"),) == committing(
         lambda s, stats: {}
     )
