@@ -183,24 +183,21 @@ def why_not_mean(
                     _rows(leaf, stop, exact=exact) if cut else leaf
                     for leaf, cut in zip(leaves, is_cut, strict=True)
                 ]
+
+                def of(start: int, stop: int, few: list[Any] = few) -> _SumAndWeight:
+                    return value(few, start, stop, count_of)
+
                 start = 0
-                while True:
-                    whole = value(few, start, stop, count_of)
-                    parts = (
-                        value(few, start, middle, count_of),
-                        value(few, middle, stop, count_of),
-                    )
-                    if not pair or not any(map(_is_empty, parts)):
-                        break
-                    # A pair may leave out rows: those of the other part may count.
-                    start, stop = (start, middle) if _is_empty(parts[1]) else (middle, stop)
-                    if stop - start < 2:
+                if pair:  # may leave out rows, which show nothing
+                    rows_that_count = _narrowed(of, middle, stop)
+                    if rows_that_count is None:
                         return None
-                    middle = (start + stop) // 2
+                    start, middle, stop = rows_that_count
+                whole, parts = of(start, stop), (of(start, middle), of(middle, stop))
                 difference = _pair_difference if pair else _difference
-                rows_of = stop - start, middle - start
-                reason = difference(whole, parts, rows_of, 1e-6 if exact else single)
-                if reason and (again := value(few, start, stop, count_of)) != whole:
+                counts = stop - start, middle - start
+                reason = difference(whole, parts, counts, 1e-6 if exact else single)
+                if reason and (again := of(start, stop)) != whole:
                     return _STATEFUL.format(whole[0], again[0])
                 return reason
         return ""
@@ -270,6 +267,21 @@ def _difference(
         "the batch would be another number. Return the mean over rows, or (sum, weight). To "
         "average this loss over microbatches as it is, state their weights: {remedy}"
     )
+
+
+def _narrowed(
+    loss: Callable[[int, int], _SumAndWeight], middle: int, stop: int
+) -> tuple[int, int, int] | None:
+    """Return the first rows [start, middle, stop] of which both parts have rows that count, by
+    bisection; None if fewer than two rows count."""
+    start = 0
+    while stop - start > 1:
+        empty = [_is_empty(loss(start, middle)), _is_empty(loss(middle, stop))]
+        if not any(empty):
+            return start, middle, stop
+        start, stop = (middle, stop) if empty[0] else (start, middle)
+        middle = (start + stop) // 2
+    return None
 
 
 def _is_empty(part: _SumAndWeight) -> bool:
