@@ -6,6 +6,7 @@ makes a stage fail, `first_difference` compares the values of two runs, or of a 
 
 from __future__ import annotations
 
+from funcpipe._src.testing.check import FAULTS as FAULTS
 from funcpipe._src.testing.check import CheckError as CheckError
 from funcpipe._src.testing.check import StageReport as StageReport
 from funcpipe._src.testing.check import check_stage as check_stage

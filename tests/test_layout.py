@@ -155,7 +155,7 @@ LINES = {
     "engine": 6_150,
     "data": 4_910,
     "processes": 4_550,
-    "stages": 4_070,
+    "stages": 4_090,
     "core": 3_500,
     "compiled": 3_410,
     "search": 3_400,
@@ -170,7 +170,7 @@ LINES = {
     "pipe": 1_150,
     "replicas": 1_100,
     "devices": 1_100,
-    "lower": 990,
+    "lower": 970,
     "cli": 850,
     "public modules": 800,
 }

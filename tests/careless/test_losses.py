@@ -343,7 +343,10 @@ def test_plans_travel():
         (partial(F.cross_entropy, reduction="none"), r"cross_entropy with reduction='none'"),
         (partial(F.l1_loss, reduce=False), r"l1_loss with reduction='none'"),
         (partial(F.l1_loss, reduction="average"), r"reduction='average'"),
-        (nn.CTCLoss(), r"\(y, target\), but CTCLoss takes \(log_probs.*lambda y, target: CTCLoss"),
+        (
+            nn.CTCLoss(),
+            r"\(y, target\), but CTCLoss takes \(log_probs.*lambda y, target: loss\(y, \*target\)",
+        ),
         (F.triplet_margin_loss, r"triplet_margin_loss takes \(anchor"),
         (nn.CosineEmbeddingLoss(), r"CosineEmbeddingLoss takes"),
         (lambda y: y.mean(), r"<lambda> takes \(y\)"),
@@ -602,6 +605,64 @@ def test_rows_that_do_not_count_hide_no_mean(pattern, loss):
     plan = plan_of(lambda y, t: loss(y, t), count=2)
     with pytest.raises(fp.BatchError, match="is a mean over rows|returned \\(mean, weight\\)"):
         fp.run(plan, numbers(), (x, target))
+
+
+class SummedCrossEntropy(nn.Module):
+    reduction = "sum"
+
+    def forward(self, y, target):
+        return F.binary_cross_entropy_with_logits(y, target, reduction="sum")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("form", ["pair", "weight=", "pair and weight="])
+def test_a_sum_of_weight_zero_counts(form, compiled):
+    """A microbatch without positives has a loss of its negatives."""
+    x, target = f64(6, 5), torch.zeros(6, 5, dtype=torch.float64)
+    target[0, 0] = target[1, 2] = target[2, 1] = 1.0  # the second of two microbatches has none
+    summed = SummedCrossEntropy()
+    loss = (lambda y, t: (summed(y, t), t.sum())) if "pair" in form else summed
+    options = {"weight": lambda t: t.sum()} if "weight=" in form else {}
+    stages = [fp.compile_stage(stage) for stage in STAGES] if compiled else STAGES
+    plan = plan_of(loss, count=2, stages=stages, **options)
+    assert_exact(lambda y, t: summed(y, t) / t.sum(), x, target, plan)
+
+
+def test_a_mean_of_no_rows_times_zero_does_not_count():
+    """It is NaN, and so would be the gradients."""
+
+    def loss(y, target):
+        count = (target[:, 0] > -9).sum()
+        mean = ((y - target).square().mean(1) * (target[:, 0] > -9)).sum() / count
+        return mean * count, count
+
+    x, target = f64(6, 5), f64(6, 5)
+    target[3:] = -10.0
+    result = fp.run(plan_of(loss, count=2), numbers(), (x, target))
+    expected = fp.run(plan_of(nn.MSELoss(), count=1), numbers(), (x[:3], target[:3]))
+    torch.testing.assert_close(result.loss, expected.loss)
+    torch.testing.assert_close(result.grads, expected.grads)
+
+
+def test_a_pair_is_checked_by_its_first_row_too():
+    """Halves that count equally many rows add up, whatever the sum contains."""
+
+    def composed(y, t):
+        count = (t > -9).sum()
+        term = F.cross_entropy(y, t.clamp(min=0), reduction="none") * (t > -9)
+        return (term.sum() / count.clamp(min=1) + y.square().mean()) * count, count
+
+    target = torch.tensor([1, -10, 2, -10, 0, 0, 0, 0])
+    with pytest.raises(fp.BatchError, match="no sum over rows"):
+        fp.run(plan_of(composed, count=2), numbers(), (f64(8, 5), target))
+
+
+def test_weights_in_a_message_fit_the_target():
+    """``len`` of a tuple would be 2 for every microbatch."""
+    root = lambda y, t: F.mse_loss(y, t[0]).sqrt()
+    x = f64(12, 3)
+    with pytest.raises(fp.BatchError, match=r"lambda target: len\(fp.leaves\(target\)\[0\]\)"):
+        fp.run(plan_of(root), numbers(), (x, (x + 1, x)))
 
 
 def test_a_pair_is_checked_again_as_long_as_no_two_rows_count():

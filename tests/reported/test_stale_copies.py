@@ -69,6 +69,9 @@ CHANGES = {
     "0.shift.keywords.other was 0.0, is 1.0": lambda model: model[0].shift.keywords.update(
         other=1.0
     ),
+    "1.__class__ was 'Dropout', is 'Louder'": lambda model: setattr(
+        model[1], "__class__", type("Louder", (nn.Dropout,), {})
+    ),
     "0.linear.forward was set": lambda model: setattr(model[0].linear, "forward", torch.relu),
     "1.p was 0.5, is 0.0": lambda model: setattr(model[1], "p", 0.0),
     "1 was a Dropout, is a ReLU": other_layer_of_the_sequential,

@@ -180,10 +180,11 @@ def _refuse_other_arguments(loss: Any) -> None:
     try:
         signature.bind(None, None)
     except TypeError:
+        names = [*signature.parameters]
         raise PlanError(
-            f"loss is called with (y, target), but {_name(loss)} takes "
-            f"({', '.join(signature.parameters)}); give a function of these two: loss=lambda y, "
-            f"target: {_name(loss)}(...)"
+            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(names)}); give a "
+            f"function of these two, such as loss=lambda y, target: loss(y, *target), where loss is "
+            f"this {_name(loss)} and target is a tuple ({', '.join(names[1:])})"
         ) from None
 
 

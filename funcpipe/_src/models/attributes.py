@@ -150,7 +150,7 @@ class ModuleAttributes:
         self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
         self.children: list[
-            tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]
+            tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...], type]
         ] = []
         # The parameters of each layer, by local name; None for a parameter that is None.
         self.parameters: list[
@@ -191,7 +191,7 @@ class ModuleAttributes:
             _Child(None if child is None else weakref.ref(child), type(child).__name__)
             for child in children.values()
         )
-        self.children.append((path, reference, tuple(children), references))
+        self.children.append((path, reference, tuple(children), references, type(module)))
         if parameters := parameters_of(module):
             weakly = [
                 _no_tensor if each is None else weakref.ref(each) for each in parameters.values()
@@ -289,7 +289,7 @@ class ModuleAttributes:
         """Return the paths of attributes with these names that forwards write, in some modules (by
         id). Among them are the running statistics of batch norm."""
         found: list[str] = []
-        for path, reference, _, _ in self.children:
+        for path, reference, *_ in self.children:
             module = reference()
             if module is not None and id(module) in modules:
                 statistics = buffers_of(module) if is_deferrable(module) else {}
@@ -298,10 +298,15 @@ class ModuleAttributes:
         return found
 
     def _changes(self) -> Iterator[Change]:
-        for path, reference, names, children in self.children:
+        for path, reference, names, children, kind in self.children:
             module = reference()
             if module is None:
                 continue
+            if type(module) is not kind:
+                place = f"{path}.__class__" if path else "__class__"
+                yield Change(
+                    place, "__class__", uses_of(kind), kind.__name__, type(module).__name__
+                )
             now = children_of(module)
             # Fast path, because each run compares all attributes: the children are the same
             # objects.

@@ -216,7 +216,8 @@ class Pipe(Anchored):
         if not isinstance(key, slice):
             return self._layers()[index(key)][1]
         part = self._kind()
-        children_of(part).update(self._layers()[key])
+        for name, layer in self._layers()[key]:
+            children_of(part)[name] = layer
         part.training = self.training
         return part
 

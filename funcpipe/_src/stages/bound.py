@@ -6,6 +6,7 @@ implementation; compiled stages have another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -213,7 +214,7 @@ class Shares(NamedTuple):
         BatchError for a mean without a known weight if ``rows_unclear`` or ``rows_uneven``.
         """
         if loss.weight is not None and not self.explicit:
-            return 1.0 if float(loss.weight) else 0.0
+            return 1.0 if float(loss.weight) or _is_sum(loss) else 0.0
         if self.total is None:
             return 1.0
         if loss.weight is None and not (self.explicit or self.summed):
@@ -222,9 +223,14 @@ class Shares(NamedTuple):
             if self.rows_uneven:
                 raise BatchError(_ROWS_UNEVEN)
         weight = self.weights[self.first + microbatch]
-        if weight and (self.summed or loss.weight is not None):
+        if (self.summed or loss.weight is not None) and (weight or _is_sum(loss)):
             weight = 1.0
         return weight / self.total
+
+
+def _is_sum(loss: Loss) -> bool:
+    """Return whether a sum of weight 0 counts: it is neither 0 nor 0 * NaN, a mean of no rows."""
+    return math.isfinite(total := float(loss.sum)) and total != 0
 
 
 class Program(Protocol):

@@ -193,10 +193,13 @@ def why_not_mean(
                     if rows_that_count is None:
                         return None
                     start, middle, stop = rows_that_count
-                whole, parts = of(start, stop), (of(start, middle), of(middle, stop))
+                whole, reason = of(start, stop), ""
                 difference = _pair_difference if pair else _difference
-                counts = stop - start, middle - start
-                reason = difference(whole, parts, counts, 1e-6 if exact else single)
+                # A pair also by its first row: a wrong sum of halves that count alike is a sum.
+                for cut in (middle, start + 1) if pair else (middle,):
+                    parts, counts = (of(start, cut), of(cut, stop)), (stop - start, cut - start)
+                    if not reason and not (pair and any(map(_is_empty, parts))):
+                        reason = difference(whole, parts, counts, 1e-6 if exact else single)
                 if reason and (again := of(start, stop)) != whole:
                     return _STATEFUL.format(whole[0], again[0])
                 return reason
@@ -212,10 +215,16 @@ def why_not_mean(
         return reason and ""
     if _NO_SUM in reason and not several:
         return ""
-    remedy = "make_plan(weight=lambda target: len(target))"
+    rows_of = "target" if isinstance(target, Tensor) else "fp.leaves(target)[0]"
+    remedy = f"make_plan(weight=lambda target: len({rows_of}))"
     if not any(isinstance(leaf, Tensor) for leaf in flatten(target)[0]):
         remedy = "a loss with a method weigh(inputs, target)"
-    return reason.format(remedy=remedy)
+    if weight is None and not pair:
+        reason += (
+            ". If it is a mean by the weights of make_plan(weight=), give the loss a method "
+            "weigh(inputs, target) in their place"
+        )
+    return reason and reason.format(remedy=remedy)
 
 
 _SUM = "the loss returned a sum over the microbatch"
