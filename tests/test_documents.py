@@ -153,7 +153,7 @@ def test_reference_has_every_public_name_once(module):
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     current, listed = "", []
     for directive, name in re.findall(
-        r"^\.\. (currentmodule|auto\w+):: ([\w.]+)$", text, flags=re.M
+        r"^\.\. (currentmodule|auto\w+|py:data):: ([\w.]+)$", text, flags=re.M
     ):
         if directive == "currentmodule":
             current = name

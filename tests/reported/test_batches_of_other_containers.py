@@ -229,8 +229,9 @@ def test_gives_a_block_mask():
     outputs = fp.run(forward_plan(attend_within, microbatches=4), ((),), (x, documents)).outputs
     expected = flex_attention(x, x, x, block_mask=blocks(documents))
     torch.testing.assert_close(outputs, expected)
-    if not hasattr(torch.nn.attention.flex_attention, "_MaskModWrapper"):
-        return  # this torch does not take a mask's rule apart
+    leaves = [leaf for leaf in BlockMask._flatten(blocks(documents))[0] if leaf is not None]
+    if not any(torch.equal(documents, leaf) for leaf in leaves):
+        return  # torch 2.11 does not take a mask's rule apart
     functions = BlockMask._flatten, lambda aux, kids: BlockMask._unflatten(kids, aux)
     optree.register_pytree_node(BlockMask, *functions, namespace="funcpipe")
     try:
