@@ -48,9 +48,7 @@ def block(params: Any, x: Any, *, over: list[Any], first: bool) -> Any:
     """A product, handed on as a DTensor with the placement ``over``."""
     if first and not isinstance(x, DTensor):
         x = DTensor.from_local(x, params["w"].device_mesh, [Replicate()], run_check=False)
-    # Contiguous, because torch 2.11 cannot multiply other DTensors.
-    x = x.redistribute(placements=[Replicate()]).contiguous()
-    y = torch.tanh(x @ params["w"].T) * params["gain"]
+    y = torch.tanh(x.redistribute(placements=[Replicate()]) @ params["w"].T) * params["gain"]
     if isinstance(over[0], Partial):  # a product over a cut axis, without its sum
         return y.redistribute(placements=[Shard(2)]) @ params["w"].redistribute(
             placements=[Shard(0)]
