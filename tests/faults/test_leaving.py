@@ -150,9 +150,13 @@ def test_leaving_while_a_run_goes_on():
 
 
 FINISHES = (
-    START.replace("30 * bool", "0.6 * bool").replace("+ 1:", "+ 0.3:")
+    START.replace("30 * bool", "0.6 * bool")
+    .replace("+ 1:", "+ 0.3:")
+    .replace('print("inside", flush=True)', 'print("inside", flush=True), entered.set()')
     + """
+entered = threading.Event()
 threading.Thread(target=lambda: print(float(go(x).loss), flush=True)).start()
+entered.wait()  # from Python 3.12 on no thread can be started once Python leaves
 sys.exit(3)
 """
 )
