@@ -165,11 +165,11 @@ class ModuleAttributes:
         # Keeps values alive: otherwise a new object could get an id that is in `seen`.
         self.kept: list[Any] = []
         modules = dict(model.named_modules())
-        # Attributes that lead to one of these do not name it: its path does.
+        # The path in the model names a module, not an attribute that also leads to it.
         self.own = {id(module) for module in modules.values()}
         for path, module in modules.items():
             self._module(path, module)
-        self.seen, self.kept = set(), []
+        self.seen, self.kept, self.own = set(), [], set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleAttributes:
         return self
@@ -200,8 +200,8 @@ class ModuleAttributes:
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
             # A forward changes the attributes that it writes in each call, so they are not
-            # settings. Words are: PEFT lists merged adapters, and a forward can take them out.
-            compared = self.all_names or name not in uses.written or _has_words(value)
+            # settings. Strings are: PEFT lists merged adapters, and its forward may unmerge them.
+            compared = self.all_names or name not in uses.written or _has_strings(value)
             if name not in _APART and compared:
                 self._walk(value, f"{path}.{name}" if path else name, name, uses)
 
@@ -333,8 +333,8 @@ class ModuleAttributes:
                         place_inside(table.place, key), table.name or key, table.uses, old, new
                     )
         for place, name, uses, container in self.empty:
-            left = name in uses.written and not (self.all_names or _has_words(container))
-            if container and not left:
+            is_setting = self.all_names or name not in uses.written or _has_strings(container)
+            if container and is_setting:
                 yield Change(place, name, uses, type(container)(), container)
         for place, name, uses, tensor, writes in self.tensors:
             if _writes(tensor) != writes:
@@ -355,7 +355,7 @@ class ModuleAttributes:
         return old is not _MISSING or key in table.uses.mentioned or key == "forward"
 
 
-def _has_words(value: Any) -> bool:
+def _has_strings(value: Any) -> bool:
     """Return whether a value is a list or a set of strings alone; also if it is empty."""
     return isinstance(value, (list, set)) and all(isinstance(each, str) for each in value)  # pyright: ignore[reportUnknownVariableType]
 

@@ -312,8 +312,9 @@ class PartFn(Bindable):
                 )
                 continue
             strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
-            other = f"{kind} has {{!r}}, which the module does not{{}}"
-            faults += [other.format(name, similar(name, expected)) for name in strange]
+            for name in strange:
+                hint = similar(name, expected)
+                faults.append(f"{kind} has {name!r}, which the module does not{hint}")
             for name, shape in expected.items():
                 tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
                 if name not in tree:

@@ -216,8 +216,7 @@ class Pipe(Anchored):
         if not isinstance(key, slice):
             return self._layers()[index(key)][1]
         part = self._kind()
-        for name, layer in self._layers()[key]:
-            children_of(part)[name] = layer
+        children_of(part).update(self._layers()[key])
         part.training = self.training
         return part
 

@@ -259,9 +259,9 @@ class RankSchedule:
         try:
             self.result = run(plan, self.params, given, **options)
         except (DrawError, PlanError) as error:
-            lacks = "seed" if isinstance(error, DrawError) else "state"
-            if getattr(self, lacks) is None and lacks in str(error):
-                add_note(error, f"give {lacks}= once, to ranks.schedule(params, {lacks}=...)")
+            for words, name in (("no seed was given", "seed"), ("state= is missing", "state")):
+                if words in str(error):
+                    add_note(error, f"give {name}= once, to ranks.schedule(params, {name}=...)")
             raise
         return self.result
 

@@ -229,7 +229,7 @@ class Shares(NamedTuple):
 
 
 def _is_sum(loss: Loss) -> bool:
-    """Return whether a sum of weight 0 counts: it is neither 0 nor 0 * NaN, a mean of no rows."""
+    """Return whether a value of weight 0 is a sum that counts. A mean of no rows is NaN, or 0."""
     return math.isfinite(total := float(loss.sum)) and total != 0
 
 

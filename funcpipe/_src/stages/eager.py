@@ -371,7 +371,7 @@ class EagerBound:
                 form = {"pair": pair, "several": len(shares.parts) > 1}
                 reason = divisors.why_not_mean(self.loss, y_tree, target, rows, **form)
             else:
-                reason = self._why_stage_is_no_mean(args, target, rows)
+                reason = self._why_no_mean(args, target, rows)
         if reason and not draws.counts:  # a random loss is another number in each call
             raise BatchError(reason)
         self.unproven = reason is None  # perhaps rows of the next microbatch count
@@ -379,7 +379,7 @@ class EagerBound:
         if not self.unproven:
             divisors.note_passed(self.loss, 2.0 if rows is None else rows, kind)
 
-    def _why_stage_is_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> Any:
+    def _why_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> str | None:
         """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
 
         The stage runs in evaluation mode, because batch norm in training compares rows. Each call
