@@ -1,6 +1,8 @@
 """Law 5: batch norm's new state is its own update, applied once to all that the layer saw; nothing
 else is counted."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -400,6 +402,79 @@ def test_a_commit_without_a_return_is_refused():
     x, state = torch.ones(4, 1), ({"seen": torch.zeros(())},)
     with pytest.raises(fp.PlanError, match="the commit returned None; return the new state"):
         fp.run(plan, (torch.ones(()),), (x, x), state=state)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_commit_draws_keyed_numbers(executor):
+    """They depend on the seed, not on torch's generator; alone and within a composition, and no
+    draw of the forward equals them."""
+
+    def commit(state, stats):
+        return {"noise": state["noise"] + torch.rand(2), "forward": stats[0]}
+
+    def forward(p, x, *, state, train):
+        drawn = torch.rand(2)
+        return fp.Out(x * p + drawn, stats=drawn)
+
+    noisy = fp.stage(forward, name="noisy", commit=commit)
+    plain = fp.stage(lambda p, x: x * p, name="plain")
+    others = itertools.count()
+    zero = {"noise": torch.zeros(2), "forward": torch.zeros(2)}
+    x, one, two = torch.ones(4, 2), torch.ones(()), torch.tensor(2.0)
+
+    def state_after(stages, params, state, seed, pick):
+        schedule = fp.schedules.one_f_one_b(len(stages), 2)
+        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        torch.manual_seed(next(others))  # has no effect
+        result = fp.run(plan, params, (x, x), state=state, seed=seed, executor=executor)
+        return pick(result.state)
+
+    def cut(seed):
+        return state_after([noisy, plain], (one, two), (zero, ()), seed, lambda s: s[0])
+
+    def joined(seed):
+        composed = fp.compose(noisy, plain)
+        return state_after([composed], ((one, two),), ((zero, ()),), seed, lambda s: s[0][0])
+
+    first = cut(1)
+    assert same(first, cut(1))
+    assert same(first, joined(1))
+    assert not torch.equal(first["noise"], cut(2)["noise"])
+    assert not torch.equal(first["noise"], first["forward"])
+    with pytest.raises(fp.DrawError, match="no seed was given"):
+        state_after(
+            [
+                fp.stage(
+                    lambda p, x, *, state, train: fp.Out(x * p, stats=x.sum()),
+                    name="late",
+                    commit=commit,
+                )
+            ],
+            (one,),
+            (zero,),
+            None,
+            None,
+        )
+
+
+def test_statistics_without_a_commit_are_refused():
+    """They would be lost. `apply` returns them, so there they are right."""
+
+    def counting(p, x):
+        return fp.Out(x * p, stats={"rows": x.sum()})
+
+    single = fp.stage(counting, name="counting")
+    composed = fp.compose(single, fp.stage(lambda p, x: x + p))
+    x, one = torch.ones(4, 2), torch.ones(())
+    for stage, params in (
+        (single, one),
+        (composed, (one, 2 * one)),
+        (fp.compile_stage(single), one),
+    ):
+        plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        with pytest.raises(fp.PlanError, match=r"returned statistics .*has no commit"):
+            fp.run(plan, (params,), (x, x))
+    assert float(fp.apply([single], (one,), x).stats[0]["rows"]) == 8.0
 
 
 def test_a_state_that_is_rebound_is_refused():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from funcpipe._src.data.stage import (
     Stage,
     carried,
     refuse_others,
+    refuse_uncommitted,
     side_loss,
 )
 
@@ -89,6 +91,16 @@ def _inside(part: int, path: Any) -> tuple[Any, ...]:
     return (part, *(path if isinstance(path, tuple) else (path,)))
 
 
+@contextmanager
+def _running(part: Stage) -> Generator[None]:
+    """Return a context in which random numbers are keyed by an inner stage."""
+    token = SCOPE.set(part)
+    try:
+        yield
+    finally:
+        SCOPE.reset(token)
+
+
 def chain(
     stages: Sequence[Stage],
     calls: Sequence[Callable[..., Any]],
@@ -115,11 +127,8 @@ def chain(
         own_extras = part.extras(
             taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before)
         )
-        token = SCOPE.set(part)
-        try:
+        with _running(part):
             out = carried(part, call(map_tensors(cow_clone, x), **own_extras))
-        finally:
-            SCOPE.reset(token)
         x = out.y
         skips.update(out.stash)
         stash.update(out.stash)
@@ -157,6 +166,8 @@ class _Composition(Bindable):
             states = ((),) * len(self.stages)
         _check_length("state", states, self.stages)
         out = chain(self.stages, calls, x, {"train": False, **extras}, states)
+        for part, stats in zip(self.stages, out.stats, strict=True):
+            refuse_uncommitted(part, stats)
         plain = not out.stash and side_loss(out) is None
         plain &= not any(part.commit or part.carry for part in self.stages)
         return out.y if plain else out
@@ -194,12 +205,11 @@ class _CommitEach:
         self.stages = stages
 
     def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-        # A list, because a generator would turn a StopIteration of a user's commit into a
-        # RuntimeError.
-        new = [
-            old if part.commit is None else part.commit(old, tuple(row[index] for row in stats))
-            for index, (part, old) in enumerate(zip(self.stages, state, strict=True))
-        ]
+        new = list(state)
+        for index, part in enumerate(self.stages):
+            if part.commit is not None:
+                with _running(part):
+                    new[index] = part.commit(state[index], tuple(row[index] for row in stats))
         return tuple(new)
 
 

@@ -387,6 +387,15 @@ def carried(stage: Stage, result: Any) -> Out:
     return out
 
 
+def refuse_uncommitted(stage: Stage, stats: Tree) -> None:
+    """Raise PlanError if a stage returned statistics that no commit folds: they would be lost."""
+    if stage.commit is None and stats is not None and flatten(stats)[0]:
+        raise PlanError(
+            "the stage returned statistics (Out(stats=...)), but it has no commit, so they would "
+            "be lost; give one: fp.stage(..., commit=(state, stats) -> state)"
+        )
+
+
 def side_loss(out: Out) -> tuple[Any, Any] | None:
     """Return the auxiliary loss of a stage as (sum, weight); None if there is none."""
     loss: Any = out.loss
@@ -455,7 +464,8 @@ def stage(
             ``feeds``. Default: none.
         state: whether the stage reads state. A ``commit`` or a keyword ``state`` implies True.
         commit: ``(state, stats) -> state``, called once per batch; ``stats`` is a tuple with one
-            entry per microbatch. None: the state never changes.
+            entry per microbatch. Its random numbers depend on the seed of the run. None: the state
+            never changes.
 
     Returns:
         The stage. Without ``fn``: a decorator that makes a stage.

@@ -25,6 +25,7 @@ from funcpipe._src.optimizing.stepping import Stepping
 from funcpipe._src.processes.columns import Columns, apart, joined
 from funcpipe._src.replicas.replicas import Reduction
 from funcpipe._src.stages.bound import Shares
+from funcpipe._src.stages.rng import KeyedDraws
 
 ByPlace = Mapping[tuple[int, int], Any]
 """Values by (stage, microbatch)."""
@@ -382,11 +383,11 @@ def commit(ready: Prepared, stage: int, state: Tree, stats: tuple[Tree, ...]) ->
     fold = ready.plan.stages[stage].commit
     assert fold is not None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), KeyedDraws(ready.commit_keys, stage, {}, 0):
             # Copy first: a commit that updates in place must not change the caller's state.
             new = fold(map_tensors(caller_copy, state), stats)
-            if new is None:
-                raise PlanError("the commit returned None; return the new state")
-            return new
+        if new is None:
+            raise PlanError("the commit returned None; return the new state")
+        return new
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

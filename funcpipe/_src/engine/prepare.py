@@ -41,7 +41,7 @@ from funcpipe._src.stages.check_finite import FiniteBound
 from funcpipe._src.stages.context import cores
 from funcpipe._src.stages.eager import EagerBound
 from funcpipe._src.stages.observed import ObservedBound
-from funcpipe._src.stages.rng import Keys
+from funcpipe._src.stages.rng import Keys, fold_in
 from funcpipe._src.stages.trainable import (
     is_marked,
     refuse_undeclared_ties,
@@ -65,6 +65,7 @@ class Prepared:
         shares: the share of each microbatch in the loss.
         params, state: one tree per stage, as given. None for stages of other processes.
         bounds: the stages here, bound to their parameters.
+        commit_keys: the keys of random numbers in commits, which are equal in all replicas.
         where: the `torch.device` of each lane.
         threads: the number of intra-op threads of a lane.
         ties: groups of (stage, leaf number). The number is -1 for a leaf of another process.
@@ -83,6 +84,7 @@ class Prepared:
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
     bounds: Mapping[int, Bound]
+    commit_keys: Keys
     where: tuple[torch.device, ...]
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
@@ -177,6 +179,7 @@ def prepare(
         given.params,
         given.state,
         _bind(given, trained, shares, checks),
+        Keys(None if given.seed is None else fold_in(given.seed, "commit"), plan.stages),
         tuple(given.devices),
         threads,
         ties,

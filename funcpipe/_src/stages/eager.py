@@ -284,7 +284,7 @@ class EagerBound:
         total, loss = (None, None) if self.loss is None else self._loss(self.loss, args, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
-            kept = stats if stats is _EMPTY else kept_statistics(stats)
+            kept = stats if stats is _EMPTY else kept_statistics(self.stage, stats)
             report = ForwardReport(kept, loss, side and detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)

@@ -7,6 +7,7 @@ from typing import Any
 from funcpipe._src.core.errors import StageError, raise_all
 from funcpipe._src.core.tree import Tree, flatten, refuse_hidden, unflatten
 from funcpipe._src.data.losses import cut_off, detached
+from funcpipe._src.data.stage import Stage, refuse_uncommitted
 
 
 def is_empty(tree: Tree) -> bool:
@@ -14,13 +15,15 @@ def is_empty(tree: Tree) -> bool:
     return tree is None or (type(tree) is tuple and not tree)
 
 
-def kept_statistics(stats: Tree) -> Tree:
-    """Return detached statistics for the commit.
+def kept_statistics(stage: Stage, stats: Tree) -> Tree:
+    """Return detached statistics for the commit of a stage.
 
-    Raises PlanError if they hide tensors, which would keep their graphs alive.
+    Raises PlanError if there is no commit, or if they hide tensors, which would keep their graphs
+    alive.
     """
     if is_empty(stats) or _is_apart(stats):
         return stats
+    refuse_uncommitted(stage, stats)
     leaves, spec = flatten(stats)
     raise_all(
         "the stage returned statistics that cannot be kept until the commit:",
