@@ -19,28 +19,18 @@ from funcpipe._src.schedules.slices import whole_lengths
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch cut into microbatches.
+    """A batch cut into microbatches."""
 
-    Attributes:
-        inputs: one border per piece: per microbatch, or per slice.
-        target: one border per piece, or None without a loss.
-        feeds: one border per piece, by name.
-        rows: the rows of each microbatch; 1 if no leaf has rows.
-        merged: whether outputs are merged.
-        axes: the axis along which each input leaf was cut; None for a shared leaf.
-        handles: keep the caller's memory marked as shared during the run.
-        slices: the lengths of the slices of a microbatch; () without slices.
-        carry: by stage, a border per piece: the carry of an earlier run, for first slices.
-    """
-
-    inputs: list[Border]
-    target: list[Border] | None
-    feeds: dict[str, list[Border]]
-    rows: tuple[int, ...]
-    merged: bool
+    inputs: list[Border]  # one border per piece: per microbatch, or per slice
+    target: list[Border] | None  # one border per piece, or None without a loss
+    feeds: dict[str, list[Border]]  # one border per piece, by name
+    rows: tuple[int, ...]  # the rows of each microbatch; 1 if no leaf has rows
+    merged: bool  # whether outputs are merged
+    # The axis along which each input leaf was cut; None for a shared leaf.
     axes: tuple[int | None, ...]
-    handles: list[Any]
-    slices: tuple[int, ...] = ()
+    handles: list[Any]  # keep the caller's memory marked as shared during the run
+    slices: tuple[int, ...] = ()  # the lengths of the slices of a microbatch; () without slices
+    # By stage, a border per piece: the carry of an earlier run, for first slices.
     carry: Mapping[int, list[Border]] = field(default_factory=dict[int, "list[Border]"])
 
     @property
@@ -232,29 +222,19 @@ def look(
 
 @dataclass(frozen=True)
 class Uncut:
-    """A checked batch that can be cut.
+    """A checked batch that can be cut."""
 
-    Attributes:
-        trees: the inputs, target and feeds in this process, by name.
-        rows: the rows of the leaves. None: no leaf has rows.
-        ready: the rows of each ready-made microbatch, 0 without rows. None: there are none.
-        parts: the rows of each microbatch, as far as this process can tell.
-        feeds: the names of the feeds in this process.
-        length: the length of the sequences that are cut into slices, or None.
-        slices: the lengths of the slices, as far as this process can tell.
-        of_target: whether ``ready`` has the rows of the target, which count before others.
-        rows_unclear: see `Shares`.
-    """
-
-    trees: Mapping[str, BatchTree]
-    rows: int | None
+    trees: Mapping[str, BatchTree]  # the inputs, target and feeds in this process, by name
+    rows: int | None  # the rows of the leaves. None: no leaf has rows
+    # The rows of each ready-made microbatch, 0 without rows. None: there are none.
     ready: tuple[int, ...] | None
-    parts: tuple[int, ...]
-    feeds: tuple[str, ...]
-    length: int | None
-    slices: tuple[int, ...]
+    parts: tuple[int, ...]  # the rows of each microbatch, as far as this process can tell
+    feeds: tuple[str, ...]  # the names of the feeds in this process
+    length: int | None  # the length of the sequences that are cut into slices, or None
+    slices: tuple[int, ...]  # the lengths of the slices, as far as this process can tell
+    # Whether ``ready`` has the rows of the target, which count before others.
     of_target: bool = False
-    rows_unclear: bool = False
+    rows_unclear: bool = False  # see `Shares`
 
     @property
     def merged(self) -> bool | None:

@@ -16,17 +16,12 @@ from funcpipe._src.stages.bound import Shares
 
 
 class Weighed(NamedTuple):
-    """The weights of the microbatches, as far as one process can compute them.
+    """The weights of the microbatches, as far as one process can compute them."""
 
-    Attributes:
-        weights: the weight of each microbatch. None: rows are the weights, or they are unknown.
-        whole: whether the process had all values that the weights depend on.
-        fault: why the weights are unknown, or "".
-    """
-
+    # The weight of each microbatch. None: rows are the weights, or they are unknown.
     weights: tuple[float, ...] | None
-    whole: bool = True
-    fault: str = ""
+    whole: bool = True  # whether the process had all values that the weights depend on
+    fault: str = ""  # why the weights are unknown, or ""
 
 
 def shares_of(

@@ -22,58 +22,39 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """One program: straight-line code.
+    """One program: straight-line code."""
 
-    Attributes:
-        name: the name of its function.
-        takes: its arguments, and the values in each.
-        gives: its result: a list of values, a list of such lists, a tuple of both. None: no result.
-        sums: weight gradients that are added to ``S[0]``, ``S[1]``, ... None: the function has no
-            ``S``.
-        fused: the indices of sums to which a product of two matrices is added in one operation.
-        nodes: its operations, in order.
-        reads: the values from outside, in the order of the graph.
-    """
-
-    name: str
-    takes: Mapping[str, Sequence[fx.Node]]
+    name: str  # the name of its function
+    takes: Mapping[str, Sequence[fx.Node]]  # its arguments, and the values in each
+    # Its result: a list of values, a list of such lists, a tuple of both. None: no result.
     gives: Any
+    # Weight gradients that are added to ``S[0]``, ``S[1]``, ... None: the function has no ``S``.
     sums: Sequence[fx.Node | None] | None
+    # The indices of sums to which a product of two matrices is added in one operation.
     fused: Collection[int]
-    nodes: list[fx.Node]
-    reads: list[fx.Node]
+    nodes: list[fx.Node]  # its operations, in order
+    reads: list[fx.Node]  # the values from outside, in the order of the graph
 
 
 class Product(NamedTuple):
-    """A product of two matrices.
+    """A product of two matrices."""
 
-    Attributes:
-        left, right: the factors.
-        turned: whether the left factor is transposed.
-    """
-
+    # `left`, `right`: the factors.
     left: fx.Node
     right: fx.Node
-    turned: bool
+    turned: bool  # whether the left factor is transposed
 
 
 Program = TypeVar("Program")
 
 
 class CutBackward(NamedTuple, Generic[Program]):
-    """The backward of a stage in one program and in two: as parts of the graph, or as functions.
+    """The backward of a stage in one program and in two: as parts of the graph, or as functions."""
 
-    Attributes:
-        whole: B.
-        inputs: I, the operations that the gradients of the inputs need.
-        weights: W, the other operations of the gradients of the parameters.
-        left: the values that I leaves for W.
-    """
-
-    whole: Program
-    inputs: Program
-    weights: Program
-    left: list[fx.Node]
+    whole: Program  # B
+    inputs: Program  # I, the operations that the gradients of the inputs need
+    weights: Program  # W, the other operations of the gradients of the parameters
+    left: list[fx.Node]  # the values that I leaves for W
 
 
 class Cut:

@@ -19,19 +19,12 @@ from funcpipe._src.stages.rng import Keys, borrowed, locate, twin_of
 
 
 class DrawOp(NamedTuple):
-    """One operation that draws.
+    """One operation that draws."""
 
-    Attributes:
-        part: the stage of a composition that contains it. None: the stage itself.
-        layer: the path of the layer whose method ran; "" for none.
-        nth: the number of earlier draws under the same key.
-        what: the operation.
-    """
-
-    part: Stage | None
-    layer: str
-    nth: int
-    what: Any
+    part: Stage | None  # the stage of a composition that contains it. None: the stage itself
+    layer: str  # the path of the layer whose method ran; "" for none
+    nth: int  # the number of earlier draws under the same key
+    what: Any  # the operation
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:

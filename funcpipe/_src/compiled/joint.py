@@ -35,72 +35,49 @@ from funcpipe._src.stages.split_backward import numbers_that_wait
 
 
 class Root(NamedTuple):
-    """A leaf of the outputs, where a gradient comes in.
+    """A leaf of the outputs, where a gradient comes in."""
 
-    Attributes:
-        what: "y", "stash", "loss" or "side".
-        name: the name of the stash.
-        leaf: the index among the leaves of that tree.
-        stride: the layout that its gradient must have.
-    """
-
-    what: str
-    name: str
-    leaf: int
-    stride: tuple[int, ...]
+    what: str  # "y", "stash", "loss" or "side"
+    name: str  # the name of the stash
+    leaf: int  # the index among the leaves of that tree
+    stride: tuple[int, ...]  # the layout that its gradient must have
 
 
 class OutputSpec(NamedTuple):
-    """How to build the outputs of a forward from the tensors of its program.
+    """How to build the outputs of a forward from the tensors of its program."""
 
-    Attributes:
-        y, stash: structure and flags of the borders.
-        report: structure of ``(stats, loss, side)``. None: there is nothing to report.
-        leaves: all leaves; leaves that are not tensors as they are.
-        slots: the indices of the tensors.
-        plain: whether the output is a single tensor, with no report except a loss that is a mean.
-        shared: as in `Border`, for the output.
-    """
-
+    # `y`, `stash`: structure and flags of the borders.
     y: tuple[Spec, tuple[bool, ...]]
     stash: dict[str, tuple[Spec, tuple[bool, ...]]]
-    report: Spec | None
-    leaves: list[Any]
-    slots: list[int]
+    report: Spec | None  # structure of ``(stats, loss, side)``. None: there is nothing to report
+    leaves: list[Any]  # all leaves; leaves that are not tensors as they are
+    slots: list[int]  # the indices of the tensors
+    # Whether the output is a single tensor, with no report except a loss that is a mean.
     plain: bool
-    shared: Sequence[int] = ()
+    shared: Sequence[int] = ()  # as in `Border`, for the output
 
 
 @dataclass
 class Joint:
-    """The graph of a stage with its backward.
+    """The graph of a stage with its backward."""
 
-    Attributes:
-        module: contains the graph and its constants.
-        params: placeholders of the tensors of parameters and state, and of the values in ``once``.
-        inputs: placeholders of the tensors of input, skips, feeds and target.
-        cotangents: placeholders, one for each root.
-        outs: the results of the forward, in the order of ``spec.slots``.
-        wanted: gradients of input leaves: a list for the input, and a list for each skip. None: no
-            gradient.
-        sums: gradients of the trainable leaves.
-        spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
-        early: maps the indices of roots without a gradient to the indices of sums to which I of the
-            eager stage adds.
-        once: values computed from parameters and state alone, once per run (`hoist`).
-    """
-
-    module: fx.GraphModule
+    module: fx.GraphModule  # contains the graph and its constants
+    # Placeholders of the tensors of parameters and state, and of the values in ``once``.
     params: list[fx.Node]
-    inputs: list[fx.Node]
-    cotangents: list[fx.Node]
-    outs: list[fx.Node]
+    inputs: list[fx.Node]  # placeholders of the tensors of input, skips, feeds and target
+    cotangents: list[fx.Node]  # placeholders, one for each root
+    outs: list[fx.Node]  # the results of the forward, in the order of ``spec.slots``
+    # Gradients of input leaves: a list for the input, and a list for each skip. None: no gradient.
     wanted: list[list[fx.Node | None]]
-    sums: list[fx.Node | None]
+    sums: list[fx.Node | None]  # gradients of the trainable leaves
+    # `spec`, `roots`, `draws`: see `OutputSpec`, `Root`, `DrawOp`.
     spec: OutputSpec
     roots: list[Root]
     draws: list[DrawOp]
+    # Maps the indices of roots without a gradient to the indices of sums to which I of the eager
+    # stage adds.
     early: Callable[[frozenset[int]], set[int]]
+    # Values computed from parameters and state alone, once per run (`hoist`).
     once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 

@@ -54,16 +54,13 @@ def own_dict(frame: FrameType) -> dict[Any, Any]:
 
 
 class Region(NamedTuple):
-    """A ``torch.utils.checkpoint`` region that a frame runs.
+    """A ``torch.utils.checkpoint`` region that a frame runs."""
 
-    Attributes:
-        identity: an object that all computations of the region share, and no other region has. It
-            lives as long as the region can be computed again.
-        repetition: a value that identifies this recomputation among those of the region. None: the
-            frame runs the region for the first time.
-    """
-
+    # An object that all computations of the region share, and no other region has. It lives as long
+    # as the region can be computed again.
     identity: Any
+    # A value that identifies this recomputation among those of the region. None: the frame runs the
+    # region for the first time.
     repetition: Any
 
 

@@ -14,17 +14,11 @@ from funcpipe._src.core.errors import PlanError
 
 
 class TensorLayout(NamedTuple):
-    """Size, strides and dtype of a dense tensor, with axes in any order.
+    """Size, strides and dtype of a dense tensor, with axes in any order."""
 
-    Attributes:
-        size: the shape.
-        strides: the strides, in elements.
-        dtype: the type of the numbers.
-    """
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    size: tuple[int, ...]  # the shape
+    strides: tuple[int, ...]  # the strides, in elements
+    dtype: torch.dtype  # the type of the numbers
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:

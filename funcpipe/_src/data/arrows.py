@@ -14,19 +14,12 @@ _WORDS = {Role.SKIP: "skip", Role.SKIP_GRAD: "gradient of skip", Role.GRAD: "gra
 
 
 class Arrow(NamedTuple):
-    """A value that one kind of action makes and another reads. Each microbatch has such an arrow.
+    """A value that one kind of action makes and another reads. Each microbatch has such an arrow."""
 
-    Attributes:
-        value: the label: "act", "gradient", "skip early".
-        source: (kind, stage) of the action that makes the value.
-        target: (kind, stage) of the action that reads the value.
-        crosses: whether the two actions run on two devices, so that the value is copied or sent.
-    """
-
-    value: str
-    source: tuple[Kind, int]
-    target: tuple[Kind, int]
-    crosses: bool
+    value: str  # the label: "act", "gradient", "skip early"
+    source: tuple[Kind, int]  # (kind, stage) of the action that makes the value
+    target: tuple[Kind, int]  # (kind, stage) of the action that reads the value
+    crosses: bool  # whether the two actions run on two devices, so that the value is copied or sent
 
 
 def arrows_of(program: Lowered) -> tuple[Arrow, ...]:

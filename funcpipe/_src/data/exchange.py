@@ -32,18 +32,14 @@ def numbers(gradient: Any) -> Any:
 @dataclass(frozen=True)
 class Exchange:
     """``exchange(subject, value)`` returns the values of all processes of a plan, by replica and
-    rank.
+    rank."""
 
-    Attributes:
-        call: the function that exchanges values.
-        copies: the processes that have the same stages as this one, by replica, as
-            torch.distributed numbers them.
-        telling: returns a context for a named step. An error inside the context is sent to the
-            other processes.
-    """
-
-    call: Callable[[str, Any], list[Any]]
+    call: Callable[[str, Any], list[Any]]  # the function that exchanges values
+    # The processes that have the same stages as this one, by replica, as torch.distributed numbers
+    # them.
     copies: tuple[int, ...] = ()
+    # Returns a context for a named step. An error inside the context is sent to the other
+    # processes.
     telling: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __call__(self, about: str, mine: Any) -> list[Any]:

@@ -100,46 +100,35 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KindRow:
-    """The properties of a kind of action.
+    """The properties of a kind of action."""
 
-    Attributes:
-        word: the name of the kind in pictures.
-        scope: the work that one action of the kind covers.
-        after: the kind that must come before, on the same stage and microbatch; None: no kind.
-        before_backward: whether the kind comes before the backward (B or I) of its stage and
-            microbatch.
-        pair: the kind that must accompany this kind; None: no kind.
-        excludes: the kind that a stage and microbatch can have in place of this kind.
-        flow: the direction of the values that the action receives from other stages and sends at
-            its end; None: the action does not exchange values with other stages.
-        takes, frees: the memory that the action takes at its start, and frees at its end.
-        adds: whether the action adds to the gradients of the weights.
-        times: the duration, as sums of fields of `Cost`: the first sum without a None.
-        link: the field of `Cost` with the part of the duration in which the action waits for a link
-            between devices; None: the action computes all the time.
-        units: the duration in plan order.
-        resource: what the action occupies.
-        colour: red, green, blue. The colours are near those of Okabe and Ito, but far enough apart
-            for people with colour blindness, and light enough for dark letters.
-        codes: the nearest of a terminal's 256 colours, then lighter colours for a device's later
-            stages.
-    """
-
-    word: str
-    scope: Scope = Scope.MICROBATCH
+    word: str  # the name of the kind in pictures
+    scope: Scope = Scope.MICROBATCH  # the work that one action of the kind covers
+    # The kind that must come before, on the same stage and microbatch; None: no kind.
     after: Kind | None = Kind.F
+    # Whether the kind comes before the backward (B or I) of its stage and microbatch.
     before_backward: bool = False
-    pair: Kind | None = None
+    pair: Kind | None = None  # the kind that must accompany this kind; None: no kind
+    # The kind that a stage and microbatch can have in place of this kind.
     excludes: Kind | None = None
+    # The direction of the values that the action receives from other stages and sends at its end;
+    # None: the action does not exchange values with other stages.
     flow: Flow | None = None
+    # `takes`, `frees`: the memory that the action takes at its start, and frees at its end.
     takes: Held | None = None
     frees: Held | None = None
-    adds: bool = False
+    adds: bool = False  # whether the action adds to the gradients of the weights
+    # The duration, as sums of fields of `Cost`: the first sum without a None.
     times: tuple[tuple[str, ...], ...]
+    # The field of `Cost` with the part of the duration in which the action waits for a link between
+    # devices; None: the action computes all the time.
     link: str | None = None
-    units: int = 1
-    resource: Resource = Resource.DEVICE
+    units: int = 1  # the duration in plan order
+    resource: Resource = Resource.DEVICE  # what the action occupies
+    # Red, green, blue. The colours are near those of Okabe and Ito, but far enough apart for people
+    # with colour blindness, and light enough for dark letters.
     colour: tuple[int, int, int]
+    # The nearest of a terminal's 256 colours, then lighter colours for a device's later stages.
     codes: tuple[int, ...]
 
 

@@ -42,22 +42,19 @@ class Weighing(Protocol):
 
 @dataclass(frozen=True)
 class Counts:
-    """The rule that combines the losses of microbatches to the loss of the batch.
+    """The rule that combines the losses of microbatches to the loss of the batch."""
 
-    Attributes:
-        weigh: the function that returns the weight of a microbatch; None: its number of rows.
-        summed: whether losses are sums. Sums are added, and divided by weights only if the plan has
-            a ``weight``.
-        known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run
-            raises BatchError if it sees that the loss ignores some targets.
-        alike: whether all microbatches count equally if they have no weights, whatever their rows.
-        loss: the loss that the rule was read from. None: any loss.
-    """
-
+    # The function that returns the weight of a microbatch; None: its number of rows.
     weigh: Weigh | None = None
+    # Whether losses are sums. Sums are added, and divided by weights only if the plan has a
+    # ``weight``.
     summed: bool = False
+    # Whether the divisor of a mean is known. If not, microbatches count by rows, and a run raises
+    # BatchError if it sees that the loss ignores some targets.
     known: bool = False
+    # Whether all microbatches count equally if they have no weights, whatever their rows.
     alike: bool = False
+    # The loss that the rule was read from. None: any loss.
     loss: Any = field(default=None, repr=False, compare=False)
 
 

@@ -44,27 +44,21 @@ No action frees such a value, not even an action that reads it.
 
 @dataclass(frozen=True)
 class Lowered:
-    """The program of a plan: integers and names, no functions. Compares, hashes and pickles.
+    """The program of a plan: integers and names, no functions. Compares, hashes and pickles."""
 
-    Attributes:
-        num_stages, num_microbatches, num_slices, num_lanes: the counts; the slices are per
-            microbatch.
-        wires: the meaning of the wire numbers.
-        calls: the actions of the order, without their microbatches.
-        order: the code ``call * num_pieces + piece`` of each action, in plan order. One thread can
-            run all actions in this order, and each lane follows it for its own actions.
-        pools: the slots between lanes.
-        pairs: the codes of the actions that overlap with their successor in the order.
-    """
-
+    # `num_stages`, `num_microbatches`, `num_slices`, `num_lanes`: the counts; the slices are per
+    # microbatch.
     num_stages: int
     num_microbatches: int
     num_slices: int
     num_lanes: int
-    wires: tuple[Wire, ...]
-    calls: tuple[Call, ...]
+    wires: tuple[Wire, ...]  # the meaning of the wire numbers
+    calls: tuple[Call, ...]  # the actions of the order, without their microbatches
+    # The code ``call * num_pieces + piece`` of each action, in plan order. One thread can run all
+    # actions in this order, and each lane follows it for its own actions.
     order: Packed
-    pools: tuple[Pool, ...]
+    pools: tuple[Pool, ...]  # the slots between lanes
+    # The codes of the actions that overlap with their successor in the order.
     pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields
@@ -465,20 +459,11 @@ class _Writer:
 
 
 class _Form(NamedTuple):
-    """A call as `_Writer` needs it. Value numbers are for piece 0.
+    """A call as `_Writer` needs it. Value numbers are for piece 0."""
 
-    Attributes:
-        number: the index among the calls of the lane.
-        reads: (wire, value, source, kind of slot).
-        writes: (value, kind of slot).
-        sends: (value, lane, slot by value on that lane).
-        taken: the values that the caller takes.
-        unread: the values that no action of the lane reads; freed as soon as they are sent.
-    """
-
-    number: int
-    reads: list[tuple[int, int, int, Slot]]
-    writes: list[tuple[int, Slot]]
-    sends: list[tuple[int, int, dict[int, int]]]
-    taken: list[int]
-    unread: list[int]
+    number: int  # the index among the calls of the lane
+    reads: list[tuple[int, int, int, Slot]]  # (wire, value, source, kind of slot)
+    writes: list[tuple[int, Slot]]  # (value, kind of slot)
+    sends: list[tuple[int, int, dict[int, int]]]  # (value, lane, slot by value on that lane)
+    taken: list[int]  # the values that the caller takes
+    unread: list[int]  # the values that no action of the lane reads; freed as soon as they are sent

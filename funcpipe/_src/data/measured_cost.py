@@ -23,16 +23,13 @@ _PASSES = 30
 
 
 class Handover(NamedTuple):
-    """The time between actions of a measured timeline.
+    """The time between actions of a measured timeline."""
 
-    Attributes:
-        host: by kind and stage, the time between the previous action of the device and the action,
-            if the action did not have to wait for a value.
-        hop: the time from the end of an action to the start of an action on another device that
-            waited for it, without the host time. None: no action waited.
-    """
-
+    # By kind and stage, the time between the previous action of the device and the action, if the
+    # action did not have to wait for a value.
     host: Mapping[tuple[Kind, int], float]
+    # The time from the end of an action to the start of an action on another device that waited for
+    # it, without the host time. None: no action waited.
     hop: float | None
 
 

@@ -132,119 +132,76 @@ class Wire(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An `Action` without its microbatch, with the wires that it reads, writes and sends.
+    """An `Action` without its microbatch, with the wires that it reads, writes and sends."""
 
-    Attributes:
-        kind: the kind of the action.
-        stage: the index of the stage.
-        lane: the lane that runs the action.
-        keeps: for a forward, whether it keeps its residual.
-        reads: (wire, pool) of each value that it reads. The pool has the slots for values of the
-            other lane; -1: this lane makes the value.
-        writes: the wires that it writes.
-        sends: (wire, lane, pool) of each value that it sends to another lane, in this order.
-        first: for counted actions (U), the number of the action with piece 0. A stage may have more
-            U than pieces, and then has several calls.
-    """
-
-    kind: Kind
-    stage: int
-    lane: int
-    keeps: bool
+    kind: Kind  # the kind of the action
+    stage: int  # the index of the stage
+    lane: int  # the lane that runs the action
+    keeps: bool  # for a forward, whether it keeps its residual
+    # (wire, pool) of each value that it reads. The pool has the slots for values of the other lane;
+    # -1: this lane makes the value.
     reads: tuple[tuple[int, int], ...]
-    writes: tuple[int, ...]
+    writes: tuple[int, ...]  # the wires that it writes
+    # (wire, lane, pool) of each value that it sends to another lane, in this order.
     sends: tuple[tuple[int, int, int], ...]
+    # For counted actions (U), the number of the action with piece 0. A stage may have more U than
+    # pieces, and then has several calls.
     first: int = 0
 
 
 class Pool(NamedTuple):
-    """The slots for one role of values on one directed edge between lanes.
+    """The slots for one role of values on one directed edge between lanes."""
 
-    Attributes:
-        source: the lane that sends; -1 for the caller.
-        lane: the lane that receives and contains the slots.
-        role: the role of the values.
-        slots: the number of slots: the most values at a time in plan order.
-    """
-
-    source: int
-    lane: int
-    role: Role
-    slots: int
+    source: int  # the lane that sends; -1 for the caller
+    lane: int  # the lane that receives and contains the slots
+    role: Role  # the role of the values
+    slots: int  # the number of slots: the most values at a time in plan order
 
 
 @final
 class Receive(NamedTuple):
-    """Wait until a value is in a slot.
+    """Wait until a value is in a slot."""
 
-    Attributes:
-        value: the number of the value.
-        source: the lane that sends the value; -1: this lane fetches the value from the caller.
-        slot: the slot.
-    """
-
-    value: int
-    source: int
-    slot: int
+    value: int  # the number of the value
+    source: int  # the lane that sends the value; -1: this lane fetches the value from the caller
+    slot: int  # the slot
 
 
 @final
 class Run(NamedTuple):
-    """Run an action.
+    """Run an action."""
 
-    Attributes:
-        call: the index of the call among the calls of the lane.
-        microbatch: the index of the microbatch, or of the piece if microbatches are cut.
-        reads: the slots that the action reads, in the order of the call's wires.
-        writes: the slots that the action writes, in the order of the call's wires.
-    """
-
-    call: int
-    microbatch: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
+    call: int  # the index of the call among the calls of the lane
+    microbatch: int  # the index of the microbatch, or of the piece if microbatches are cut
+    reads: tuple[int, ...]  # the slots that the action reads, in the order of the call's wires
+    writes: tuple[int, ...]  # the slots that the action writes, in the order of the call's wires
 
 
 @final
 class Send(NamedTuple):
-    """Begin to send the value of a slot, as soon as the slot at the other end is free.
+    """Begin to send the value of a slot, as soon as the slot at the other end is free."""
 
-    Attributes:
-        slot: the slot of the value on this lane.
-        to: the lane that receives the value.
-        into: the slot on that lane.
-    """
-
-    slot: int
-    to: int
-    into: int
+    slot: int  # the slot of the value on this lane
+    to: int  # the lane that receives the value
+    into: int  # the slot on that lane
 
 
 @final
 class Free(NamedTuple):
-    """Empty slots. If another lane fills a slot, that lane learns that the slot is free.
+    """Empty slots. If another lane fills a slot, that lane learns that the slot is free."""
 
-    Attributes:
-        slots: the slots.
-    """
-
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # the slots
 
 
 Instruction: TypeAlias = Receive | Run | Send | Free
 
 
 class Slot(NamedTuple):
-    """The use of a slot.
+    """The use of a slot."""
 
-    Attributes:
-        source: the lane that fills the slot: another lane, the slot's own lane, or -1 for the
-            caller.
-        role: the role of the values in the slot.
-    """
-
+    # The lane that fills the slot: another lane, the slot's own lane, or -1 for the caller.
     source: int
-    role: Role
+    role: Role  # the role of the values in the slot
 
 
 @dataclass(frozen=True)
@@ -252,32 +209,23 @@ class LaneProgram:
     """The program of one lane. Plain data: compares, hashes and pickles.
 
     A lane's program is complete: running it does not need the programs of other lanes.
-
-    Attributes:
-        lane: the number of the lane.
-        num_microbatches: the number of microbatches.
-        num_slices: the number of slices per microbatch.
-        wires: the meaning of the wire numbers.
-        calls: the calls of the lane: its actions without microbatches.
-        slots: the use of each slot.
-        instructions: the instructions, in order.
-        ends: for each action, the end of its part of the instructions: its receives, its run, its
-            frees and its sends.
-        outgoing: (lane, slot) of each slot of another lane that this lane fills.
-        left: (value, slot) of each value that the caller takes at the end.
-        pairs: the positions of the actions that overlap with their successor.
     """
 
-    lane: int
-    num_microbatches: int
-    num_slices: int
-    wires: tuple[Wire, ...]
-    calls: tuple[Call, ...]
-    slots: tuple[Slot, ...]
-    instructions: tuple[Instruction, ...]
+    lane: int  # the number of the lane
+    num_microbatches: int  # the number of microbatches
+    num_slices: int  # the number of slices per microbatch
+    wires: tuple[Wire, ...]  # the meaning of the wire numbers
+    calls: tuple[Call, ...]  # the calls of the lane: its actions without microbatches
+    slots: tuple[Slot, ...]  # the use of each slot
+    instructions: tuple[Instruction, ...]  # the instructions, in order
+    # For each action, the end of its part of the instructions: its receives, its run, its frees and
+    # its sends.
     ends: tuple[int, ...]
+    # (lane, slot) of each slot of another lane that this lane fills.
     outgoing: tuple[tuple[int, int], ...]
+    # (value, slot) of each value that the caller takes at the end.
     left: tuple[tuple[int, int], ...]
+    # The positions of the actions that overlap with their successor.
     pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields

@@ -134,13 +134,9 @@ Random numbers are keyed by this stage, so an inner stage draws the same numbers
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """One parameter that several stages contain. Compared by identity.
+    """One parameter that several stages contain. Compared by identity."""
 
-    Attributes:
-        name: the parameter's name in the model.
-    """
-
-    name: str
+    name: str  # the parameter's name in the model
 
 
 @dataclass(eq=False)
@@ -148,24 +144,22 @@ class StageFacts:
     """Facts that runs found out about a stage, kept so that each fact is looked up once.
 
     A copy of a stage starts without facts. A mode is True for training and False for evaluation.
-
-    Attributes:
-        draws: the modes in which the stage drew random numbers.
-        reentrant: the modes in which the stage's graph had a reentrant checkpoint.
-        kept: the modes in which a whole run left the stage's parameters unchanged.
-        foreign: weak references to leaves of the stage's graph that the run did not create.
-        inputs: weak references to the inputs of the microbatch whose graph a run checked last.
-        late: whether the plan's loss after the stage returned weights that were not known before.
-        settled: whether a plan found the globals and closures of the function as they were at the
-            stage's creation.
     """
 
+    # The modes in which the stage drew random numbers.
     draws: set[bool] = field(default_factory=set)
+    # The modes in which the stage's graph had a reentrant checkpoint.
     reentrant: set[bool] = field(default_factory=set)
+    # The modes in which a whole run left the stage's parameters unchanged.
     kept: set[bool] = field(default_factory=set)
+    # Weak references to leaves of the stage's graph that the run did not create.
     foreign: list[Any] = field(default_factory=list)
+    # Weak references to the inputs of the microbatch whose graph a run checked last.
     inputs: list[Any] = field(default_factory=list)
+    # Whether the plan's loss after the stage returned weights that were not known before.
     late: bool = False
+    # Whether a plan found the globals and closures of the function as they were at the stage's
+    # creation.
     settled: bool = False
 
 

@@ -252,17 +252,11 @@ class Recorded:
 
 
 class _Made(NamedTuple):
-    """A result in the recording's memory.
+    """A result in the recording's memory."""
 
-    Attributes:
-        size: the size of the result.
-        part: the result without its expanded axes, so that each number appears once.
-        dense: whether the part has no gaps.
-    """
-
-    size: torch.Size
-    part: Tensor
-    dense: bool
+    size: torch.Size  # the size of the result
+    part: Tensor  # the result without its expanded axes, so that each number appears once
+    dense: bool  # whether the part has no gaps
 
     @classmethod
     def of(cls, result: Tensor) -> _Made:

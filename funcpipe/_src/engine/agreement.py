@@ -30,75 +30,53 @@ END = "the end of a run"
 
 
 class Word(NamedTuple):
-    """The facts that one process sends at the start of a run.
+    """The facts that one process sends at the start of a run."""
 
-    Attributes:
-        plan: the name of the schedule, and the plan's fingerprint.
-        options: the options that must be equal in all processes, by name.
-        rows: the number of rows of the batch leaves here. None: no leaf has rows.
-        ready: the rows of each ready-made microbatch, 0 if none of its leaves has rows. None: there
-            are no ready-made microbatches here.
-        lacks: descriptions of batch parts that are missing here.
-        merged: whether the inputs are cut here, so that outputs are merged. None: no inputs here.
-        parts: the rows of the microbatches, as far as this process can tell.
-        weighed: the weights of the microbatches, as far as this process can tell.
-        marked: whether a leaf of the params here requires a gradient.
-        ties: for each tie, for each member here: (place, layout, whether it is trained if some
-            leaves are marked, whether it is trained if no leaf is marked).
-        trained: the pattern of trained leaves, with replicas.
-        copies: a description of the parameters without their numbers, with replicas.
-        length: the length of the sequences that slices are cut from. None: no sequences here.
-        of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
-        is_new: whether the process has parameters that no run has compared with other processes.
-        batch: in the first run, a hash of each tensor of the batch, by its location and shape.
-        functions: the words of `functions_of`.
-    """
-
-    plan: str
-    options: dict[str, Any]
-    rows: int | None
+    plan: str  # the name of the schedule, and the plan's fingerprint
+    options: dict[str, Any]  # the options that must be equal in all processes, by name
+    rows: int | None  # the number of rows of the batch leaves here. None: no leaf has rows
+    # The rows of each ready-made microbatch, 0 if none of its leaves has rows. None: there are no
+    # ready-made microbatches here.
     ready: tuple[int, ...] | None
-    lacks: tuple[str, ...]
+    lacks: tuple[str, ...]  # descriptions of batch parts that are missing here
+    # Whether the inputs are cut here, so that outputs are merged. None: no inputs here.
     merged: bool | None
-    parts: tuple[int, ...]
-    weighed: Weighed
-    marked: bool
+    parts: tuple[int, ...]  # the rows of the microbatches, as far as this process can tell
+    weighed: Weighed  # the weights of the microbatches, as far as this process can tell
+    marked: bool  # whether a leaf of the params here requires a gradient
+    # For each tie, for each member here: (place, layout, whether it is trained if some leaves are
+    # marked, whether it is trained if no leaf is marked).
     ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
-    trained: str = ""
-    copies: str = ""
+    trained: str = ""  # the pattern of trained leaves, with replicas
+    copies: str = ""  # a description of the parameters without their numbers, with replicas
+    # The length of the sequences that slices are cut from. None: no sequences here.
     length: int | None = None
+    # `of_target`, `rows_unclear`: for ready-made microbatches, as in `Uncut`.
     of_target: bool = False
     rows_unclear: bool = False
+    # Whether the process has parameters that no run has compared with other processes.
     is_new: bool = False
+    # In the first run, a hash of each tensor of the batch, by its location and shape.
     batch: Mapping[str, str] = {}
-    functions: Mapping[str, Sequence[str]] = {}
+    functions: Mapping[str, Sequence[str]] = {}  # the words of `functions_of`
 
 
 class Agreed(NamedTuple):
-    """The facts that follow from the words of all processes.
+    """The facts that follow from the words of all processes."""
 
-    Attributes:
-        parts: the rows of the microbatches of each replica.
-        merged: whether outputs are merged.
-        weights: the weights of the microbatches of each replica. None: rows are the weights.
-        weighed: whether ``weights`` belong to these microbatches. False: some process had cut them
-            differently, so the weights must be computed again.
-        marked: whether any leaf requires a gradient.
-        layouts: for each tie, the layout of each member, at this replica.
-        length: the length of the sequences that slices are cut from. None: there are none.
-        rows_unclear: see `Shares`.
-        is_new: whether any process has parameters to compare.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    merged: bool
+    parts: tuple[tuple[int, ...], ...]  # the rows of the microbatches of each replica
+    merged: bool  # whether outputs are merged
+    # The weights of the microbatches of each replica. None: rows are the weights.
     weights: tuple[tuple[float, ...], ...] | None
+    # Whether ``weights`` belong to these microbatches. False: some process had cut them
+    # differently, so the weights must be computed again.
     weighed: bool
-    marked: bool
-    layouts: tuple[tuple[Any, ...], ...]
+    marked: bool  # whether any leaf requires a gradient
+    layouts: tuple[tuple[Any, ...], ...]  # for each tie, the layout of each member, at this replica
+    # The length of the sequences that slices are cut from. None: there are none.
     length: int | None = None
-    rows_unclear: bool = False
-    is_new: bool = False
+    rows_unclear: bool = False  # see `Shares`
+    is_new: bool = False  # whether any process has parameters to compare
 
 
 def agreed_alone(word: Word) -> Agreed:

@@ -50,35 +50,23 @@ class Given:
     """The arguments of a run, checked.
 
     "Here" means in this process.
-
-    Attributes:
-        plan: the plan.
-        part: the part of the plan that runs here.
-        options: the options of the run.
-        halves: whether the run is a `vjp`.
-        seed: the seed as an int, or None.
-        params, state: one tree per stage. None for stages of other processes.
-        leaves: the leaves of each tree of ``params``.
-        devices: the `torch.device` of each lane.
-        spread: the parameters here that are gathered before use, by stage.
-        batch: the trees of inputs, target and feeds, by name.
-        uncut: the batch, checked.
-        cut: the batch, cut as far as this process can tell.
     """
 
-    plan: Plan
-    part: PlanPart
-    options: RunOptions
-    halves: bool
-    seed: int | None
+    plan: Plan  # the plan
+    part: PlanPart  # the part of the plan that runs here
+    options: RunOptions  # the options of the run
+    halves: bool  # whether the run is a `vjp`
+    seed: int | None  # the seed as an int, or None
+    # `params`, `state`: one tree per stage. None for stages of other processes.
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
-    leaves: Sequence[Leaves]
-    devices: Sequence[torch.device]
+    leaves: Sequence[Leaves]  # the leaves of each tree of ``params``
+    devices: Sequence[torch.device]  # the `torch.device` of each lane
+    # The parameters here that are gathered before use, by stage.
     spread: Mapping[int, GatheredParams]
-    batch: Mapping[str, Tree]
-    uncut: microbatch.Uncut
-    cut: microbatch.Batch
+    batch: Mapping[str, Tree]  # the trees of inputs, target and feeds, by name
+    uncut: microbatch.Uncut  # the batch, checked
+    cut: microbatch.Batch  # the batch, cut as far as this process can tell
 
     @property
     def stages(self) -> Collection[int]:

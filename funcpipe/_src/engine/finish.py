@@ -113,20 +113,15 @@ def finish(
 
 
 class Ended(NamedTuple):
-    """The facts that a process sends when its lanes are done.
+    """The facts that a process sends when its lanes are done."""
 
-    Attributes:
-        losses: the loss of each microbatch, from the process of the last stage. As columns for
-            other processes, if possible.
-        sides: auxiliary losses, as (stage, microbatch over all replicas, sum, weight).
-        trained: the number of leaves with a gradient.
-        unused: the leaves among these that no backward reached.
-    """
-
+    # The loss of each microbatch, from the process of the last stage. As columns for other
+    # processes, if possible.
     losses: tuple[Loss, ...] | Columns
+    # Auxiliary losses, as (stage, microbatch over all replicas, sum, weight).
     sides: tuple[tuple[int, int, Any, Any], ...]
-    trained: int
-    unused: tuple[UnusedLeaf, ...]
+    trained: int  # the number of leaves with a gradient
+    unused: tuple[UnusedLeaf, ...]  # the leaves among these that no backward reached
 
 
 def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[UnusedLeaf]) -> Ended:

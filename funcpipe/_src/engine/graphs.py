@@ -48,17 +48,11 @@ _FIELDS = ("loss", "losses", "aux", "grads", "state", "outputs")
 
 
 class _RecordedRun(NamedTuple):
-    """A recorded run.
+    """A recorded run."""
 
-    Attributes:
-        recorded: the graph, with copies of the tensors that it reads.
-        make: makes the trees of a result from the tensors that the graph returns.
-        like: the result of the recording, without tensors.
-    """
-
-    recorded: Recorded
-    make: _Make
-    like: Result
+    recorded: Recorded  # the graph, with copies of the tensors that it reads
+    make: _Make  # makes the trees of a result from the tensors that the graph returns
+    like: Result  # the result of the recording, without tensors
 
 
 class Graphs:

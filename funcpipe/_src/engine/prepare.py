@@ -56,43 +56,29 @@ class Prepared:
     """A checked run, with its batch cut and its stages bound.
 
     "Here" means in this process.
-
-    Attributes:
-        plan: the plan.
-        part: the part of the plan that runs here.
-        program: the program for the microbatches that have rows.
-        batch: the cut batch, with the values that the stages here read.
-        shares: the share of each microbatch in the loss.
-        params, state: one tree per stage, as given. None for stages of other processes.
-        bounds: the stages here, bound to their parameters.
-        commit_keys: the keys of random numbers in commits, which are equal in all replicas.
-        where: the `torch.device` of each lane.
-        threads: the number of intra-op threads of a lane.
-        ties: groups of (stage, leaf number). The number is -1 for a leaf of another process.
-        layouts: the layout of each member of each tie, if some members are in other processes.
-        spread: the parameters here that are gathered before use, by stage.
-        even: whether all replicas have the same number of microbatches.
-        strict: whether a trainable leaf that no backward reached is an error.
-        options: the options of the run, as given.
     """
 
-    plan: Plan
-    part: PlanPart
-    program: Lowered
-    batch: microbatch.Batch
-    shares: Shares
+    plan: Plan  # the plan
+    part: PlanPart  # the part of the plan that runs here
+    program: Lowered  # the program for the microbatches that have rows
+    batch: microbatch.Batch  # the cut batch, with the values that the stages here read
+    shares: Shares  # the share of each microbatch in the loss
+    # `params`, `state`: one tree per stage, as given. None for stages of other processes.
     params: tuple[Tree, ...]
     state: tuple[Tree, ...]
-    bounds: Mapping[int, Bound]
-    commit_keys: Keys
-    where: tuple[torch.device, ...]
-    threads: int
+    bounds: Mapping[int, Bound]  # the stages here, bound to their parameters
+    commit_keys: Keys  # the keys of random numbers in commits, which are equal in all replicas
+    where: tuple[torch.device, ...]  # the `torch.device` of each lane
+    threads: int  # the number of intra-op threads of a lane
+    # Groups of (stage, leaf number). The number is -1 for a leaf of another process.
     ties: tuple[tuple[tuple[int, int], ...], ...]
+    # The layout of each member of each tie, if some members are in other processes.
     layouts: tuple[tuple[Any, ...], ...]
+    # The parameters here that are gathered before use, by stage.
     spread: Mapping[int, GatheredParams]
-    even: bool
-    strict: bool
-    options: RunOptions
+    even: bool  # whether all replicas have the same number of microbatches
+    strict: bool  # whether a trainable leaf that no backward reached is an error
+    options: RunOptions  # the options of the run, as given
 
     def cuts_of(self, stage: int) -> Mapping[int, Sharding]:
         """Return the sharding of a stage's sharded parameters, by leaf number."""

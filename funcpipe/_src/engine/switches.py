@@ -25,22 +25,16 @@ from funcpipe._src.stages.context import autocast_now, set_autocast
 
 
 class Switch(NamedTuple):
-    """A setting that torch keeps once for the whole process.
+    """A setting that torch keeps once for the whole process."""
 
-    Attributes:
-        name: the public call that changes it, for messages.
-        owner, setter: the object and the attribute where torch looks up the setter.
-        read: returns the setter's arguments for the present setting; None: torch has no getter.
-        write: restores a setting.
-        refusal: why a stage may never call the setter, or "".
-    """
-
-    name: str
+    name: str  # the public call that changes it, for messages
+    # `owner`, `setter`: the object and the attribute where torch looks up the setter.
     owner: Any
     setter: str
+    # Returns the setter's arguments for the present setting; None: torch has no getter.
     read: Callable[[], tuple[Any, ...]] | None
-    write: Callable[..., Any]
-    refusal: str = ""
+    write: Callable[..., Any]  # restores a setting
+    refusal: str = ""  # why a stage may never call the setter, or ""
 
 
 _SWITCHES = {

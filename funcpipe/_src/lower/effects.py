@@ -17,25 +17,17 @@ from funcpipe._src.lower.skips import Route
 
 @dataclass(frozen=True)
 class EffectContext:
-    """The facts about a plan that the table depends on.
+    """The facts about a plan that the table depends on."""
 
-    Attributes:
-        stages: the stages.
-        routes: the route of each skip.
-        loss: whether the last stage ends in the plan's loss.
-        outputs: whether the caller receives the outputs of the last stage.
-        inputs: whether the caller receives the gradients of the inputs.
-        carry: whether the caller gives the carry of the first slices, and receives the carry of the
-            last slices.
-        reduced: the stages with a G, which begins to sum their gradients. For other stages S does.
-    """
-
-    stages: Sequence[Stage]
-    routes: Mapping[str, Route]
-    loss: bool
-    outputs: bool
-    inputs: bool = False
+    stages: Sequence[Stage]  # the stages
+    routes: Mapping[str, Route]  # the route of each skip
+    loss: bool  # whether the last stage ends in the plan's loss
+    outputs: bool  # whether the caller receives the outputs of the last stage
+    inputs: bool = False  # whether the caller receives the gradients of the inputs
+    # The stages with a G, which begins to sum their gradients. For other stages S does.
     reduced: Collection[int] = ()
+    # Whether the caller gives the carry of the first slices, and receives the carry of the last
+    # slices.
     carry: bool = False
 
 

@@ -23,24 +23,15 @@ Ties = Sequence[Sequence[tuple[int, Any]]]
 
 @dataclass
 class LeafGradient:
-    """A leaf of the parameters with its gradient.
+    """A leaf of the parameters with its gradient."""
 
-    Attributes:
-        leaf: the parameter tensor.
-        gradient: the sum of the gradients over all places of the leaf.
-        stage: the first stage with the leaf.
-        sums: the gradients that the sum already contains, see `sums_of`.
-        counts: whether the gradient counts in the norm. False for further copies of a tied
-            parameter.
-        reached: whether a backward reached the leaf. Otherwise the gradient is zeros.
-    """
-
-    leaf: Tensor
-    gradient: Tensor
-    stage: int
-    sums: set[int]
+    leaf: Tensor  # the parameter tensor
+    gradient: Tensor  # the sum of the gradients over all places of the leaf
+    stage: int  # the first stage with the leaf
+    sums: set[int]  # the gradients that the sum already contains, see `sums_of`
+    # Whether the gradient counts in the norm. False for further copies of a tied parameter.
     counts: bool
-    reached: bool
+    reached: bool  # whether a backward reached the leaf. Otherwise the gradient is zeros
 
     @property
     def needs_step(self) -> bool:

@@ -54,29 +54,18 @@ _CLIPPING = 1e-6
 
 @dataclass
 class _Spent:
-    """The facts that remain of a stage's gradients after a step has consumed them.
+    """The facts that remain of a stage's gradients after a step has consumed them."""
 
-    Attributes:
-        norms: the norm of each gradient.
-        trained: the number of gradients.
-        unused: the leaves among these that no backward reached.
-    """
-
-    norms: list[LocalNorm]
-    trained: int
-    unused: list[UnusedLeaf]
+    norms: list[LocalNorm]  # the norm of each gradient
+    trained: int  # the number of gradients
+    unused: list[UnusedLeaf]  # the leaves among these that no backward reached
 
 
 class Steps(NamedTuple):
-    """The facts of one process's steps in one batch, which are sent to the other processes.
+    """The facts of one process's steps in one batch, which are sent to the other processes."""
 
-    Attributes:
-        norms: the norms of the gradients that the steps have consumed.
-        stand: whether every stage was stepped.
-    """
-
-    norms: list[LocalNorm]
-    stand: bool
+    norms: list[LocalNorm]  # the norms of the gradients that the steps have consumed
+    stand: bool  # whether every stage was stepped
 
 
 Settings: TypeAlias = Sequence[Mapping[str, Any]]

@@ -28,21 +28,16 @@ from funcpipe._src.optimizing.undo import Undo
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches that lanes run together.
+    """The batches that lanes run together."""
 
-    Attributes:
-        plan, params: the plan and the parameters.
-        each: the batches, each with its options.
-        ahead: a function that steps the scheduler for all batches, and returns the group settings
-            for each. It returns None without a scheduler.
-        first: the number of the first batch among all batches of the user.
-    """
-
+    # `plan`, `params`: the plan and the parameters.
     plan: Plan
     params: Sequence[Tree]
-    each: Sequence[tuple[Any, RunOptions]]
+    each: Sequence[tuple[Any, RunOptions]]  # the batches, each with its options
+    # A function that steps the scheduler for all batches, and returns the group settings for each.
+    # It returns None without a scheduler.
     ahead: Callable[[], Sequence[Settings] | None]
-    first: int
+    first: int  # the number of the first batch among all batches of the user
 
 
 def run_together(

@@ -13,16 +13,11 @@ from torch import Tensor
 
 @dataclass
 class _Kept:
-    """The values of a leaf and its optimizer state before a step.
+    """The values of a leaf and its optimizer state before a step."""
 
-    Attributes:
-        leaf: the leaf.
-        numbers: a copy of the leaf.
-        state: the optimizer's state of the leaf, each value with a copy. None: there was no state.
-    """
-
-    leaf: Tensor
-    numbers: Tensor
+    leaf: Tensor  # the leaf
+    numbers: Tensor  # a copy of the leaf
+    # The optimizer's state of the leaf, each value with a copy. None: there was no state.
     state: Mapping[str, tuple[Any, Any]] | None
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:

@@ -9,25 +9,15 @@ from funcpipe._src.core.errors import Where
 
 
 class Failure(NamedTuple):
-    """The message about a failure that the processes of a plan send each other.
+    """The message about a failure that the processes of a plan send each other."""
 
-    Attributes:
-        rank: the rank that failed; -1: no rank in particular.
-        kind: the class name of the exception; "" for a process that is gone.
-        text: the message of the exception.
-        where: the coordinates of a failure in a stage, or None.
-        run: the number of the run.
-        timed: whether a wait took too long. Then all ranks report what they do.
-        about: the step outside a run that failed, such as fp.step; "" if unknown.
-    """
-
-    rank: int
-    kind: str
-    text: str
-    where: Sequence[Any] | None
-    run: int
-    timed: bool = False
-    about: str = ""
+    rank: int  # the rank that failed; -1: no rank in particular
+    kind: str  # the class name of the exception; "" for a process that is gone
+    text: str  # the message of the exception
+    where: Sequence[Any] | None  # the coordinates of a failure in a stage, or None
+    run: int  # the number of the run
+    timed: bool = False  # whether a wait took too long. Then all ranks report what they do
+    about: str = ""  # the step outside a run that failed, such as fp.step; "" if unknown
 
     def place(self) -> Where | None:
         """Return the coordinates, or None."""

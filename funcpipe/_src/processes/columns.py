@@ -21,15 +21,10 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class Columns(NamedTuple):
-    """Several trees with equal structure, as one tree.
+    """Several trees with equal structure, as one tree."""
 
-    Attributes:
-        length: the number of trees.
-        tree: a tree with the tensors of all trees stacked: ``[length, ...]``.
-    """
-
-    length: int
-    tree: Tree
+    length: int  # the number of trees
+    tree: Tree  # a tree with the tensors of all trees stacked: ``[length, ...]``
 
 
 for _kind in (Columns, Loss):  # the process of the last stage sends these

@@ -28,25 +28,15 @@ Identities: TypeAlias = Mapping[tuple[int, int], str]
 
 
 class DeviceEnds(NamedTuple):
-    """The connection between a device of this process and devices of other processes.
+    """The connection between a device of this process and devices of other processes."""
 
-    Attributes:
-        name: the name of the connection, the same in all its processes.
-        way: the direction: "out" from here, "in" to here, or "all" for a swap.
-        ranks: the ranks of its processes.
-        rank: the rank of this process.
-        backend: the streams of the device.
-        device: the device.
-        joined: whether values travel by NCCL; else through host memory.
-    """
-
-    name: str
-    way: str
-    ranks: Sequence[int]
-    rank: int
-    backend: StreamBackend
-    device: torch.device
-    joined: bool
+    name: str  # the name of the connection, the same in all its processes
+    way: str  # the direction: "out" from here, "in" to here, or "all" for a swap
+    ranks: Sequence[int]  # the ranks of its processes
+    rank: int  # the rank of this process
+    backend: StreamBackend  # the streams of the device
+    device: torch.device  # the device
+    joined: bool  # whether values travel by NCCL; else through host memory
 
     @property
     def seat(self) -> int:

@@ -64,25 +64,15 @@ class FrameKind(IntEnum):
 
 
 class Head(NamedTuple):
-    """The head of a frame.
+    """The head of a frame."""
 
-    Attributes:
-        kind: a `FrameKind`.
-        run: the number of the run.
-        batch: the number of the batch within the run.
-        lane: the lane that gets the frame; for DATA the channel.
-        slot: the slot of a value, or the slot that is free again.
-        other: for VALUE and JOINED the number of the form; for FREE the lane with the slot.
-        length: the bytes of the body; for VALUE and JOINED the bytes of the form, 0 if known.
-    """
-
-    kind: int
-    run: int = 0
-    batch: int = 0
-    lane: int = 0
-    slot: int = 0
-    other: int = 0
-    length: int = 0
+    kind: int  # a `FrameKind`
+    run: int = 0  # the number of the run
+    batch: int = 0  # the number of the batch within the run
+    lane: int = 0  # the lane that gets the frame; for DATA the channel
+    slot: int = 0  # the slot of a value, or the slot that is free again
+    other: int = 0  # for VALUE and JOINED the number of the form; for FREE the lane with the slot
+    length: int = 0  # the bytes of the body; for VALUE and JOINED the bytes of the form, 0 if known
 
 
 _HEAD = struct.Struct("<IIIIIIQ")

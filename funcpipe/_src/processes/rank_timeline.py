@@ -16,18 +16,13 @@ _ROUNDS = 5
 
 
 class _Own(NamedTuple):
-    """The part of one process in a timeline, in a form that can be sent.
+    """The part of one process in a timeline, in a form that can be sent."""
 
-    Attributes:
-        machine: the machine of the process. Processes of one machine have the same clock.
-        rounds: for each exchange of all processes, its duration here and its middle, in seconds.
-        began: the time of the first action.
-        spans: (device, start, end, letter, stage, microbatch, slice) of each action.
-    """
-
-    machine: str
+    machine: str  # the machine of the process. Processes of one machine have the same clock
+    # For each exchange of all processes, its duration here and its middle, in seconds.
     rounds: tuple[tuple[float, float], ...]
-    began: float
+    began: float  # the time of the first action
+    # (device, start, end, letter, stage, microbatch, slice) of each action.
     spans: tuple[tuple[int, float, float, str, int, int, int | None], ...]
 
 

@@ -20,21 +20,17 @@ _RETURN_PLAIN = "return a plain tensor from the stage: y.to_local() or y.full_te
 
 
 class Spread(NamedTuple):
-    """The form of a DTensor, without its local tensor and without its mesh.
+    """The form of a DTensor, without its local tensor and without its mesh."""
 
-    Attributes:
-        size, strides: the shape and the strides of the whole tensor.
-        placements: one word and one argument per axis of the mesh, as in `_PLACEMENTS`.
-        names, sizes: the names and the sizes of the axes of the mesh.
-        at: the coordinate of the sending process in the mesh.
-    """
-
+    # `size`, `strides`: the shape and the strides of the whole tensor.
     size: tuple[int, ...]
     strides: tuple[int, ...]
+    # One word and one argument per axis of the mesh, as in `_PLACEMENTS`.
     placements: tuple[tuple[str, Any], ...]
+    # `names`, `sizes`: the names and the sizes of the axes of the mesh.
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    at: tuple[int, ...]
+    at: tuple[int, ...]  # the coordinate of the sending process in the mesh
 
     @classmethod
     def of(cls, tensor: Any) -> Spread:

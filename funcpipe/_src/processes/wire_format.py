@@ -30,20 +30,14 @@ from funcpipe._src.processes.wire_dtensors import Spread
 
 @dataclass(frozen=True)
 class TreeForm:
-    """The form of a value: its structure and leaves, without the numbers of tensors.
+    """The form of a value: its structure and leaves, without the numbers of tensors."""
 
-    Attributes:
-        spec: the structure; `LEAF` for a row of gradients, which has no structure.
-        leaves: the leaves, with a `TensorLayout` for each tensor.
-        flags: one flag per leaf, or none.
-        shared: the numbers of the leaves that shared memory in the sending process; see `Border`.
-        spreads: the numbers and forms of the leaves that are DTensors. Their local tensors travel.
-    """
-
-    spec: Spec
-    leaves: tuple[Any, ...]
-    flags: tuple[bool, ...]
+    spec: Spec  # the structure; `LEAF` for a row of gradients, which has no structure
+    leaves: tuple[Any, ...]  # the leaves, with a `TensorLayout` for each tensor
+    flags: tuple[bool, ...]  # one flag per leaf, or none
+    # The numbers of the leaves that shared memory in the sending process; see `Border`.
     shared: tuple[int, ...] = ()
+    # The numbers and forms of the leaves that are DTensors. Their local tensors travel.
     spreads: tuple[tuple[int, Spread], ...] = ()
 
 
@@ -179,13 +173,9 @@ _KNOWN = 64
 
 
 class NumberLayout(NamedTuple):
-    """The placeholder of a number in the form of a whole tree. The number is sent with the tensors.
+    """The placeholder of a number in the form of a whole tree. The number is sent with the tensors."""
 
-    Attributes:
-        code: the code of `struct`: "q" for an int, "d" for a float.
-    """
-
-    code: str
+    code: str  # the code of `struct`: "q" for an int, "d" for a float
 
 
 _MESSAGE = struct.Struct("<QI")

@@ -49,33 +49,24 @@ def coded(orders: Iterable[Iterable[Action]], slices: int = 1) -> list[list[tupl
 
 
 class Dependency(NamedTuple):
-    """A value that one stage sends to another for each microbatch.
+    """A value that one stage sends to another for each microbatch."""
 
-    Attributes:
-        flow: forward for an activation or a skip, backward for a gradient. The kinds with this flow
-            send the value at their end.
-        source, to: the sending stage and the receiving stage.
-        link: the time for which the value occupies the link between the two devices.
-        latency: the additional time until the value arrives.
-    """
-
+    # Forward for an activation or a skip, backward for a gradient. The kinds with this flow send
+    # the value at their end.
     flow: Flow
+    # `source`, `to`: the sending stage and the receiving stage.
     source: int
     to: int
-    link: float = 0.0
-    latency: float = 0.0
+    link: float = 0.0  # the time for which the value occupies the link between the two devices
+    latency: float = 0.0  # the additional time until the value arrives
 
 
 class ClockResult(NamedTuple):
-    """The result of `clock`.
+    """The result of `clock`."""
 
-    Attributes:
-        starts: the start of each action, by device and position.
-        stuck: the position of each device in a deadlock, -1 for a finished device. Empty: all
-            devices have finished.
-    """
-
-    starts: list[list[float]]
+    starts: list[list[float]]  # the start of each action, by device and position
+    # The position of each device in a deadlock, -1 for a finished device. Empty: all devices have
+    # finished.
     stuck: list[int]
 
 

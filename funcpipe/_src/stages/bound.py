@@ -26,21 +26,14 @@ Gradients = list[Tensor | None]
 
 
 class StageArgs(NamedTuple):
-    """The arguments of a forward.
+    """The arguments of a forward."""
 
-    Attributes:
-        x: the input.
-        skips: the skips in the order of ``stage.pop``, then the carry if there is one.
-        feeds: the feeds in the order of ``stage.feeds``.
-        target: the target for the loss, or None.
-        microbatch: the number of the microbatch, or of the piece in a plan with slices.
-    """
-
-    x: Border
+    x: Border  # the input
+    # The skips in the order of ``stage.pop``, then the carry if there is one.
     skips: Sequence[Border]
-    feeds: Sequence[Border]
-    target: Border | None
-    microbatch: int
+    feeds: Sequence[Border]  # the feeds in the order of ``stage.feeds``
+    target: Border | None  # the target for the loss, or None
+    microbatch: int  # the number of the microbatch, or of the piece in a plan with slices
 
     def borders(self) -> list[Border]:
         """Return all borders, in this order."""
@@ -48,32 +41,20 @@ class StageArgs(NamedTuple):
 
 
 class ForwardReport(NamedTuple):
-    """The values of a forward for the end of the batch. Tensors are detached.
+    """The values of a forward for the end of the batch. Tensors are detached."""
 
-    Attributes:
-        stats: the statistics for the stage's commit.
-        loss: the result of the loss function; None except in the last stage.
-        side: the stage's auxiliary loss (sum, weight), or None.
-    """
-
-    stats: Tree
-    loss: Loss | None
-    side: tuple[Any, Any] | None
+    stats: Tree  # the statistics for the stage's commit
+    loss: Loss | None  # the result of the loss function; None except in the last stage
+    side: tuple[Any, Any] | None  # the stage's auxiliary loss (sum, weight), or None
 
 
 class StageOut(NamedTuple):
-    """The results of a forward.
+    """The results of a forward."""
 
-    Attributes:
-        y: the output.
-        report: the values for the end of the batch.
-        residual: the residual for the backward, or None if it is not kept.
-        stash: the stashed values by name, and the carry for the next slice as `CARRY`.
-    """
-
-    y: Border
-    report: ForwardReport
-    residual: Any
+    y: Border  # the output
+    report: ForwardReport  # the values for the end of the batch
+    residual: Any  # the residual for the backward, or None if it is not kept
+    # The stashed values by name, and the carry for the next slice as `CARRY`.
     stash: dict[str, Border]
 
 
@@ -163,31 +144,24 @@ class Shares(NamedTuple):
     """The share of each microbatch in the loss of the batch.
 
     With replicas, the microbatches of all replicas, one replica after the other.
-
-    Attributes:
-        weights: the weight of each microbatch: its rows, or the weight of its loss if known.
-        total: the sum of the weights, by which sums are divided. None: the batch's loss is a sum.
-        explicit: whether the plan's ``weight`` or the loss gave the weights, instead of rows.
-        loss_scale: the factor of the gradients.
-        parts: the share of each microbatch in auxiliary losses. The shares sum to 1. They are in
-            proportion to the plan's ``weight``, else to rows.
-        summed: whether the loss returns sums.
-        first: the number of this replica's first microbatch.
-        unproven: whether the loss is not one of torch, so that its first call is checked.
-        rows_uneven: whether rows of the target have different numbers of elements.
-        rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
-            so that rows cannot be weights.
     """
 
+    # The weight of each microbatch: its rows, or the weight of its loss if known.
     weights: tuple[float, ...]
+    # The sum of the weights, by which sums are divided. None: the batch's loss is a sum.
     total: float | None
-    explicit: bool
-    loss_scale: float
+    explicit: bool  # whether the plan's ``weight`` or the loss gave the weights, instead of rows
+    loss_scale: float  # the factor of the gradients
+    # The share of each microbatch in auxiliary losses. The shares sum to 1. They are in proportion
+    # to the plan's ``weight``, else to rows.
     parts: tuple[float, ...]
-    summed: bool = False
-    first: int = 0
+    summed: bool = False  # whether the loss returns sums
+    first: int = 0  # the number of this replica's first microbatch
+    # Whether leaves of ready-made microbatches disagree on the proportion of rows, so that rows
+    # cannot be weights.
     rows_unclear: bool = False
-    rows_uneven: bool = False
+    rows_uneven: bool = False  # whether rows of the target have different numbers of elements
+    # Whether the loss is not one of torch, so that its first call is checked.
     unproven: bool = False
 
     @property

@@ -77,17 +77,11 @@ def saved_tensors_are_hooked() -> bool:
 
 
 class ThreadSettings(NamedTuple):
-    """The settings of a thread that its computations depend on.
+    """The settings of a thread that its computations depend on."""
 
-    Attributes:
-        inference: whether inference mode is on.
-        device: the default device, or None if it is not set.
-        autocast: by kind of device, whether autocast is on, and its dtype.
-    """
-
-    inference: bool
-    device: torch.device | None
-    autocast: Casts
+    inference: bool  # whether inference mode is on
+    device: torch.device | None  # the default device, or None if it is not set
+    autocast: Casts  # by kind of device, whether autocast is on, and its dtype
 
 
 def settings_now() -> ThreadSettings:

@@ -40,21 +40,13 @@ _WHOLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
 
 
 class Waiting(NamedTuple):
-    """A backward walk that I has left to W.
+    """A backward walk that I has left to W."""
 
-    Attributes:
-        roots: the graph edges or tensors where the walk begins.
-        gradients: the gradients at the roots.
-        leaves: the parameters where the walk ends.
-        node: the heavy operation at the root. None: the walk is a whole backward.
-        versions: the version counter of each gradient in I.
-    """
-
-    roots: Sequence[Tensor | GradientEdge]
-    gradients: Sequence[Tensor]
-    leaves: Sequence[Tensor]
-    node: Any = None
-    versions: Sequence[int] = ()
+    roots: Sequence[Tensor | GradientEdge]  # the graph edges or tensors where the walk begins
+    gradients: Sequence[Tensor]  # the gradients at the roots
+    leaves: Sequence[Tensor]  # the parameters where the walk ends
+    node: Any = None  # the heavy operation at the root. None: the walk is a whole backward
+    versions: Sequence[int] = ()  # the version counter of each gradient in I
 
     def walk(self) -> None:
         """Run the walk. Raises PlanError if its first gradients were written to meanwhile."""
@@ -77,15 +69,10 @@ class Waiting(NamedTuple):
 
 
 class EagerWeights(NamedTuple):
-    """The residual of W in an eager stage.
+    """The residual of W in an eager stage."""
 
-    Attributes:
-        waiting: the walks of W.
-        replay: as in `EagerResidual`.
-    """
-
-    waiting: Sequence[Waiting]
-    replay: AbstractContextManager[Any] | None
+    waiting: Sequence[Waiting]  # the walks of W
+    replay: AbstractContextManager[Any] | None  # as in `EagerResidual`
 
     def walk(self) -> None:
         """Run all walks."""
