@@ -107,7 +107,7 @@ def test_the_loss_is_looked_at():
     plan = fp.make_plan(
         parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu"
     )
-    with pytest.raises(fp.NotFiniteError, match="the loss has 1 NaN") as caught:
+    with pytest.raises(fp.NotFiniteError, match=r"\* loss has 1 NaN") as caught:
         fp.run(plan, params(), (batch()[0], batch()[1] + 5), check="finite")
     assert caught.value.funcpipe.stage == S - 1
 
@@ -146,3 +146,30 @@ def test_vjp_checks_both_halves():
     with pytest.raises(fp.NotFiniteError) as caught:
         pullback(torch.ones_like(result.outputs))
     assert (caught.value.funcpipe.stage, caught.value.funcpipe.microbatch) == (1, 2)
+
+
+def test_gradients_are_named_by_their_parameters():
+    """Also if names sort in another order than the leaves of a tree."""
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * math.nan
+
+    @fp.stage
+    def many(p, x):
+        rows = [x * w for w in p["w"]]
+        return sum(rows[:2]) + Bad.apply(p["w"][2]) * x + sum(rows[3:])
+
+    plan = fp.make_plan([many], fp.schedules.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
+    params = ({"w": [torch.ones(()) for _ in range(11)]},)
+    x = torch.ones(4, 2)
+    with pytest.raises(fp.NotFiniteError) as caught:
+        fp.run(plan, params, (x, x), check="finite")
+    lines = str(caught.value).splitlines()
+    assert "  * the gradient of params[0]['w'][2] has 1 NaN and 0 Inf among 1 numbers" in lines
+    assert 1 == sum("the gradient of" in line for line in lines)

@@ -37,10 +37,9 @@ from funcpipe._src.replicas.gathered import GatheredParams
 from funcpipe._src.replicas.replicas import Reduction, Sharding
 from funcpipe._src.replicas.same_numbers import digests_of_batch
 from funcpipe._src.stages.bound import Bound, Shares
-from funcpipe._src.stages.check_finite import FiniteBound
 from funcpipe._src.stages.context import cores
 from funcpipe._src.stages.eager import EagerBound
-from funcpipe._src.stages.observed import ObservedBound
+from funcpipe._src.stages.observed import FiniteBound, ObservedBound
 from funcpipe._src.stages.rng import Keys, fold_in
 from funcpipe._src.stages.trainable import (
     is_marked,
@@ -344,7 +343,7 @@ def _bind(
         except PlanError as error:
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
         if "finite" in checks:
-            bound = FiniteBound(bound, params, index, shares)
+            bound = FiniteBound(bound, stage, params, index, shares)
         if options.observe is not None:
             bound = ObservedBound(bound, stage, params, options.observe, lock)
         bounds[index] = bound
