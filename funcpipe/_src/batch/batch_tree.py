@@ -53,8 +53,7 @@ class BatchTree:
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
-        self.rows: dict[int, int] = {}
-        """By leaf number, the number of rows."""
+        self.rows: dict[int, int] = {}  # by leaf number, the number of rows
         self.lengths: dict[int, int] = {}
         """By leaf number, the length of the sequences that slices are cut from."""
         self.sequences: list[int | None] = [None] * len(self.leaves)

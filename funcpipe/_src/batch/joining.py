@@ -32,8 +32,7 @@ MergeRule: TypeAlias = int | str | None
 """The rule for joining one output leaf over microbatches; see ``make_plan(merge=)``."""
 
 
-_JOIN = "join"
-"""The rule of an output of a registered class that has a ``join``."""
+_JOIN = "join"  # the rule of an output of a registered class that has a ``join``
 
 
 def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:

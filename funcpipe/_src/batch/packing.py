@@ -19,8 +19,7 @@ from funcpipe._src.core.shown import guarded
 
 _ROUNDS = 200
 """The most moves and swaps. Each makes the largest group smaller; most batches need fewer than 20."""
-_ROUNDING = 1e-12
-"""Relative tolerance: sums of costs that differ by less count as equal."""
+_ROUNDING = 1e-12  # relative tolerance: sums of costs that differ by less count as equal
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from funcpipe._src.compiled.compile import Compiled
 
 _NOTHING = ForwardReport((), None, None)
-_ALL_THERE: frozenset[int] = frozenset()
-"""Every root has a gradient."""
+_ALL_THERE: frozenset[int] = frozenset()  # every root has a gradient
 
 
 class CompiledBound:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from funcpipe._src.core.torch_names import OpOverload, pytree, schema, without_modes
 
-_MOST = 1 << 18
-"""The largest number of elements of a tensor whose numbers are kept."""
+_MOST = 1 << 18  # the largest number of elements of a tensor whose numbers are kept
 
 _NUMBERS = {
     torch.ops.aten._local_scalar_dense.default,

@@ -36,14 +36,11 @@ _STDLIB = (enum.Enum, PurePath, datetime.date, datetime.timedelta, range, slice)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), *_TORCH, *_STDLIB)
 """Types whose values are distinguished by their text."""
 
-_MANY = 1000
-"""For a container with more entries, only the number of entries is compared."""
+_MANY = 1000  # for a container with more entries, only the number of entries is compared
 
-_LARGE = 2**20
-"""The largest size in bytes of an array whose numbers are compared."""
+_LARGE = 2**20  # the largest size in bytes of an array whose numbers are compared
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # attributes that every module has
 
 _ABSENT: Any = object()
 

@@ -16,8 +16,7 @@ from funcpipe._src.core.torch_names import children_of
 _OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
 """Packages whose functions and objects are not searched."""
 
-_FEW = 100
-"""The most entries of a container that `attribute_reads` searches."""
+_FEW = 100  # the most entries of a container that `attribute_reads` searches
 
 
 def captured_values(fn: Any) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from torch import nn
 
 from funcpipe._src.core.torch_names import run_again
 
-MODULE_CALL: CodeType = nn.Module.__call__.__code__
-"""The code object of a module's call."""
+MODULE_CALL: CodeType = nn.Module.__call__.__code__  # the code object of a module's call
 
 
 def _region_codes() -> frozenset[CodeType]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from funcpipe._src.core.remembered import Remembered
 
-log = logging.getLogger("funcpipe")
-"""The logger of the package."""
+log = logging.getLogger("funcpipe")  # the logger of the package
 
 log.addHandler(logging.NullHandler())
 

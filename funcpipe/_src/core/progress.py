@@ -17,12 +17,10 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 
 from funcpipe._src.core.errors import PlanError
 
-EVERY = 0.1
-"""The least seconds between two reports of one phase."""
+EVERY = 0.1  # the least seconds between two reports of one phase
 _EVERY_LINE = 10.0
 """The least seconds between two lines of one phase, if a line cannot be overwritten."""
-_WIDE = 20
-"""The columns of a bar of letters."""
+_WIDE = 20  # the columns of a bar of letters
 
 
 class CallProgress(NamedTuple):

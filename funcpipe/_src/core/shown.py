@@ -13,8 +13,7 @@ from funcpipe._src.core.words import size_of
 
 T = TypeVar("T")
 
-Facts = list[tuple[str, str]]
-"""Facts about an object as (name, words), the most important first."""
+Facts = list[tuple[str, str]]  # facts about an object as (name, words), the most important first
 
 
 def guarded(method: Callable[[T], str]) -> Callable[[T], str]:

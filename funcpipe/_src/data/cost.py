@@ -17,8 +17,7 @@ from funcpipe._src.core.shown import guarded, some
 from funcpipe._src.data.cost_shares import are_lengths, one_each, slice_shares
 from funcpipe._src.data.kinds import KINDS, Kind
 
-PerStage = float | Sequence[float]
-"""One number for all stages, or one number per stage."""
+PerStage = float | Sequence[float]  # one number for all stages, or one number per stage
 _HALVES = {"backward_input": "backward_weight", "backward_weight": "backward_input"}
 """The two halves of B, each with the other half."""
 _OPTIONAL = (*_HALVES, "backward", "remat", "bandwidth")

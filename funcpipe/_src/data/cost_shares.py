@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from funcpipe._src.core.errors import ScheduleError
 
-_LONGEST = 1e15
-"""The upper bound of a length or factor, so that sums of them stay exact enough."""
+_LONGEST = 1e15  # the upper bound of a length or factor, so that sums of them stay exact enough
 
 
 def are_lengths(values: Any) -> bool:

@@ -63,8 +63,7 @@ def _nobody_else(about: str, mine: Any) -> list[Any]:
     return [mine]
 
 
-alone = Exchange(_nobody_else)
-"""The exchange of a run in a single process."""
+alone = Exchange(_nobody_else)  # the exchange of a run in a single process
 
 
 def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:

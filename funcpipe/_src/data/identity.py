@@ -20,8 +20,7 @@ from torch import nn
 _LISTED = 24
 """The greatest number of different layers whose words are listed. The digest has all layers."""
 
-_LONGEST = 120
-"""The greatest number of letters of the words of a layer."""
+_LONGEST = 120  # the greatest number of letters of the words of a layer
 
 _LOCAL = re.compile(r"\S*[/\\]\S*|\b0x[0-9a-fA-F]+|(?<=[a-z]):\d+")
 """Parts of a ``repr`` that may differ between processes: paths, addresses, device numbers."""

@@ -55,32 +55,24 @@ class Kind(Enum):
 class Resource(Enum):
     """What an action occupies while it runs."""
 
-    DEVICE = "device"
-    """The device itself: it computes, and runs nothing else."""
-    TO_HOST = "to host"
-    """The link from the device to its host; the device works on."""
-    FROM_HOST = "from host"
-    """The link from the host to the device; the device works on."""
-    NETWORK = "network"
-    """The link to the other replicas of its stages; the device works on."""
+    DEVICE = "device"  # the device itself: it computes, and runs nothing else
+    TO_HOST = "to host"  # the link from the device to its host; the device works on
+    FROM_HOST = "from host"  # the link from the host to the device; the device works on
+    NETWORK = "network"  # the link to the other replicas of its stages; the device works on
 
 
 class Flow(Enum):
     """The direction in which values go between stages."""
 
-    FORWARD = "forward"
-    """Activations and skips, from earlier to later stages."""
-    BACKWARD = "backward"
-    """Gradients of activations and skips, from later to earlier stages."""
+    FORWARD = "forward"  # activations and skips, from earlier to later stages
+    BACKWARD = "backward"  # gradients of activations and skips, from later to earlier stages
 
 
 class Held(Enum):
     """An amount of memory of one stage for one microbatch."""
 
-    RESIDUAL = "residual"
-    """The data that a forward keeps for its backward."""
-    WEIGHT_RESIDUAL = "weight residual"
-    """The rest of the residual after I, kept for W."""
+    RESIDUAL = "residual"  # the data that a forward keeps for its backward
+    WEIGHT_RESIDUAL = "weight residual"  # the rest of the residual after I, kept for W
     DIFFERENCE = "what the backward of the input needs alone"
     """The residual without the weight residual: what I frees."""
 
@@ -88,8 +80,7 @@ class Held(Enum):
 class Scope(Enum):
     """The work that one action of a kind covers."""
 
-    MICROBATCH = "microbatch"
-    """One microbatch, or one slice."""
+    MICROBATCH = "microbatch"  # one microbatch, or one slice
     STAGE = "stage"
     """One stage, once per batch. The action has no number, and comes after the last action that
     adds to the stage's gradients."""

@@ -58,8 +58,7 @@ class Counts:
     loss: Any = field(default=None, repr=False, compare=False)
 
 
-BY_ROWS = Counts(known=True)
-"""Microbatches count by their rows."""
+BY_ROWS = Counts(known=True)  # microbatches count by their rows
 
 ALIKE = Counts(known=True, alike=True)
 """The plain mean over microbatches, as in torch.distributed.pipelining."""

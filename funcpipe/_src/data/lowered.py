@@ -310,8 +310,7 @@ class _Writer:
         crossings: dict[int, dict[int, int]],
     ) -> None:
         self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
-        self.read = read
-        """The wires that actions of the lane read."""
+        self.read = read  # the wires that actions of the lane read
         self.taken = frozenset(
             [number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN]
         )
@@ -324,8 +323,7 @@ class _Writer:
         """Values that the first action of a pair has read. They are freed with the second action:
         the first may still read them while the second runs."""
         self.left: list[tuple[int, int]] = []
-        self.where: dict[int, int] = {}
-        """The slot of each value that is on the lane now."""
+        self.where: dict[int, int] = {}  # the slot of each value that is on the lane now
         self.slots: list[Slot] = []
         self.spare: dict[Slot, deque[int]] = defaultdict(deque)
         """The free slots, among those that only this lane fills."""

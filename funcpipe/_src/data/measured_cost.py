@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from funcpipe._src.data.result import Span, Timeline
     from funcpipe._src.data.schedule import Action
 
-_PASSES = 30
-"""The passes of `_factors`."""
+_PASSES = 30  # the passes of `_factors`
 
 
 class Handover(NamedTuple):

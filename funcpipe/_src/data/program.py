@@ -27,8 +27,7 @@ from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.data.schedule import Action, Kind, action_of
 
-CALLER = -1
-"""The lane number of the caller, which gives inputs, targets and feeds."""
+CALLER = -1  # the lane number of the caller, which gives inputs, targets and feeds
 
 
 class Role(Enum):

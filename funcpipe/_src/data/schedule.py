@@ -153,8 +153,7 @@ def action_of(kind: Kind, stage: int, piece: int, num_slices: int) -> Action:
     return Action(kind, stage, *divmod(piece, num_slices))
 
 
-Pair = tuple[Action, Action]
-"""Two neighbouring actions in the order of a device that overlap."""
+Pair = tuple[Action, Action]  # two neighbouring actions in the order of a device that overlap
 
 
 @dataclass(frozen=True)

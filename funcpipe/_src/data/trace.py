@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from funcpipe._src.data.result import Timeline
 
 
-_RANKS = 1 + len(LINKS)
-"""The most rows of a device: its own, and one for each of its links."""
+_RANKS = 1 + len(LINKS)  # the most rows of a device: its own, and one for each of its links
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

@@ -191,8 +191,7 @@ class Place:
         self.stream: Any = self.caller
         if self.asynchronous and not alone:
             self.stream = self.named("lane", device)
-        self.copy_streams: list[Any] = []
-        """Streams that copy from or into the lane's memory."""
+        self.copy_streams: list[Any] = []  # streams that copy from or into the lane's memory
 
     def named(self, name: str, device: torch.device, other: int = -1) -> Any:
         """Return the stream of a name, between this lane and another, on a device."""

@@ -22,8 +22,7 @@ from funcpipe._src.data.identity import described_callable, summed_up
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.stage import Stage, names_of
 
-START = "the start of a run"
-"""The topic of the first exchange of a run."""
+START = "the start of a run"  # the topic of the first exchange of a run
 
 END = "the end of a run"
 """The topic of the exchange after which all processes have the facts of the whole run."""

@@ -60,10 +60,8 @@ class LaneExecutor(ABC):
     """
 
     threaded: ClassVar[bool]
-    halves: ClassVar[bool] = True
-    """Whether it can run each half of a `vjp`."""
-    runs = 0
-    """The number of runs begun. Several processes compare it, to detect different calls."""
+    halves: ClassVar[bool] = True  # whether it can run each half of a `vjp`
+    runs = 0  # the number of runs begun. Several processes compare it, to detect different calls
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason

@@ -27,8 +27,7 @@ from funcpipe._src.replicas.replicas import Reduction
 from funcpipe._src.stages.bound import Shares
 from funcpipe._src.stages.rng import KeyedDraws
 
-ByPlace = Mapping[tuple[int, int], Any]
-"""Values by (stage, microbatch)."""
+ByPlace = Mapping[tuple[int, int], Any]  # values by (stage, microbatch)
 
 
 def finish(

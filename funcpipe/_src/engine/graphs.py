@@ -38,8 +38,7 @@ from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.stages.context import RUNNING, checked_plan, not_carried, refuse_transforms
 from funcpipe._src.stages.trainable import trainable_leaves
 
-_MOST = 8
-"""The most forms of input that one `Graphs` records. Each graph keeps its own memory."""
+_MOST = 8  # the most forms of input that one `Graphs` records. Each graph keeps its own memory
 
 _Make = Callable[[Sequence[Tensor]], Tree]
 

@@ -41,11 +41,9 @@ from funcpipe._src.stages.context import (
 )
 from funcpipe._src.stages.drawing import beside_others
 
-_ALARM = -1
-"""The number that an alarm puts into the queue of finished lanes."""
+_ALARM = -1  # the number that an alarm puts into the queue of finished lanes
 
-_PATIENCE = 0.05
-"""Seconds that lanes get to end by themselves before they are interrupted."""
+_PATIENCE = 0.05  # seconds that lanes get to end by themselves before they are interrupted
 
 
 class Lanes(LaneExecutor):
@@ -63,8 +61,7 @@ class Lanes(LaneExecutor):
         self.count = count
         self._cores = cores()
         self._workers: list[Worker] = []
-        self._running: Sequence[Execution] = ()
-        """The executions whose lanes may still run."""
+        self._running: Sequence[Execution] = ()  # the executions whose lanes may still run
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False

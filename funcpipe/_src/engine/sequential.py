@@ -124,8 +124,7 @@ class Loop:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.grads: dict[tuple[int, int], Gradients] = {}
         self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
-        self.carries: dict[int, Border] = {}
-        """By stage, the carry from the slice that ran last."""
+        self.carries: dict[int, Border] = {}  # by stage, the carry from the slice that ran last
         self.carried: dict[tuple[int, int], Border] = {}
         """By (stage, piece), the carry from each piece."""
         self.carry_grads: dict[tuple[int, int], Gradients] = {}

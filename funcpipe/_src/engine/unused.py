@@ -12,8 +12,7 @@ from funcpipe._src.data.stage import names_of
 from funcpipe._src.engine.prepare import Prepared
 from funcpipe._src.stages.trainable import key_of
 
-UnusedLeaf: TypeAlias = tuple[int, int, str]
-"""(stage, leaf number, name) of a parameter."""
+UnusedLeaf: TypeAlias = tuple[int, int, str]  # (stage, leaf number, name) of a parameter
 
 
 def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[UnusedLeaf]:

@@ -21,8 +21,7 @@ from funcpipe._src.engine.mail import Stop
 from funcpipe._src.replicas.replicas import Summed
 from funcpipe._src.replicas.sharded import Gathered
 
-_GRACE = 1.0
-"""Seconds that a thread gets to react before its stack is printed."""
+_GRACE = 1.0  # seconds that a thread gets to react before its stack is printed
 
 
 class LaneWatch:

@@ -38,8 +38,7 @@ class Among(NamedTuple):
     last: bool
 
 
-ALONE = Among(first=True, last=True)
-"""The place of a microbatch that is not cut."""
+ALONE = Among(first=True, last=True)  # the place of a microbatch that is not cut
 
 
 def effects(

@@ -138,8 +138,7 @@ class _Calls:
         self.wires: dict[Wire, int] = {}
         self.pools: dict[tuple[int, int, Role], int] = {}
         self.calls: list[Call] = []
-        self.readers: dict[Wire, set[int]] = defaultdict(set)
-        """The lanes that read each wire."""
+        self.readers: dict[Wire, set[int]] = defaultdict(set)  # the lanes that read each wire
         for device, order in enumerate(schedule.orders):
             for kind, stage in {action[:2] for action in order}:
                 for wire in effects(kind, stage, True, context)[0]:

@@ -48,8 +48,7 @@ _BY_NUMBER = (
 )
 """Optimizers of torch that update each number of a leaf separately. Muon, for example, multiplies
 whole matrices."""
-_CLIPPING = 1e-6
-"""The number that torch's clipping adds to a norm before the division."""
+_CLIPPING = 1e-6  # the number that torch's clipping adds to a norm before the division
 
 
 @dataclass

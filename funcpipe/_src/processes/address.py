@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import getnode
 
-_ADDRESS = 0x8915
-"""The ioctl request of Linux for an interface's address (SIOCGIFADDR)."""
+_ADDRESS = 0x8915  # the ioctl request of Linux for an interface's address (SIOCGIFADDR)
 
 
 def machine() -> str:

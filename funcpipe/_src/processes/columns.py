@@ -13,8 +13,7 @@ from funcpipe._src.core.tree import Tree, flatten, unflatten
 from funcpipe._src.data.result import Loss
 from funcpipe._src.processes.wire_classes import permit
 
-_SMALL = 64
-"""Tensors with at most this many values cost less to copy twice than to send separately."""
+_SMALL = 64  # tensors with at most this many values cost less to copy twice than to send separately
 
 
 _CONSTANTS = (type(None), bool, int, float, str)

@@ -55,8 +55,7 @@ class DeviceWays:
     def __init__(self, store: Any, seconds: float) -> None:
         self._streams: dict[Any, DeviceStream] = {}
         self._store, self._seconds = store, seconds
-        self._joins: Any = None
-        """The copy of the store, once a device is joined."""
+        self._joins: Any = None  # the copy of the store, once a device is joined
         self._gate = threading.Lock()
         self._groups: list[Any] = []
         self._is_over = False

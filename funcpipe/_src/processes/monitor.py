@@ -17,18 +17,15 @@ from funcpipe._src.processes.peer import FrameKind
 if TYPE_CHECKING:
     from funcpipe._src.processes.team import Team
 
-_TICK = 0.005
-"""Seconds between two reads while messages arrive."""
+_TICK = 0.005  # seconds between two reads while messages arrive
 
 _IDLE = 0.1
 """Seconds between two reads without messages. Each read takes the GIL from the lanes, so it must be
 rare."""
 
-_LONG = 0.5
-"""The longest wait in seconds of a thread that reads everything."""
+_LONG = 0.5  # the longest wait in seconds of a thread that reads everything
 
-_LARGE = 1 << 18
-"""After a read of this many bytes, the thread reads again without a pause."""
+_LARGE = 1 << 18  # after a read of this many bytes, the thread reads again without a pause
 
 
 class Monitor:

@@ -32,14 +32,12 @@ from funcpipe._src.processes.wire_format import TreeForm, unpack_form
 if TYPE_CHECKING:
     from funcpipe._src.processes.team import Team
 
-_MOST = 512
-"""The most pieces of memory per write. The system accepts at most 1024."""
+_MOST = 512  # the most pieces of memory per write. The system accepts at most 1024
 
 _BUFFER = 1 << 16
 """The size of a block in which frames are read. A larger body is read directly into its tensor."""
 
-_FORMS = 4096
-"""The most forms of values that a sender numbers before it begins again."""
+_FORMS = 4096  # the most forms of values that a sender numbers before it begins again
 
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """A write to a closed socket must not end programs that let SIGPIPE end them."""

@@ -17,8 +17,7 @@ from funcpipe._src.core.remembered import Remembered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.processes.wire_classes import permit
 
-_DEPTH = 8
-"""The depth to which nested closures, partials and objects are searched."""
+_DEPTH = 8  # the depth to which nested closures, partials and objects are searched
 
 
 def _permit(plan: Plan) -> None:

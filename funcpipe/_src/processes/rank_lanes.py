@@ -127,8 +127,7 @@ class Ranks(Lanes):
         errors by itself, so no rank has to be told."""
         self._executions: Sequence[Execution] = ()
         self._at = OUTSIDE
-        self._did: tuple[bool, str] | None = None
-        """What the lanes did when they were ended early."""
+        self._did: tuple[bool, str] | None = None  # what the lanes did when they were ended early
 
     def __enter__(self) -> Self:
         with Telling(self._failed):

@@ -11,8 +11,7 @@ from funcpipe._src.core.errors import PlanError
 from funcpipe._src.data.result import Result, Span, Timeline
 from funcpipe._src.data.schedule import Action, Kind
 
-_ROUNDS = 5
-"""The number of exchanges to compare clocks. The shortest counts."""
+_ROUNDS = 5  # the number of exchanges to compare clocks. The shortest counts
 
 
 class _Own(NamedTuple):

@@ -13,8 +13,7 @@ from contextlib import suppress
 from funcpipe._src.engine.mail import Inbox
 from funcpipe._src.processes.peer import LostError, Peer
 
-_LOOK = 0.5
-"""Seconds after which a reading thread checks again whether it must continue."""
+_LOOK = 0.5  # seconds after which a reading thread checks again whether it must continue
 
 
 class Reading:
@@ -38,8 +37,7 @@ class Reading:
         """The boxes of threads that wait while another one reads."""
         self._unwritten: set[Peer] = set()
         self._poll = select.poll()
-        self._peers: dict[int, Peer] = {}
-        """The connections, by file descriptor."""
+        self._peers: dict[int, Peer] = {}  # the connections, by file descriptor
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)

@@ -31,8 +31,7 @@ from funcpipe._src.processes.peer import LostError
 
 T = TypeVar("T")
 
-LIMIT = 600.0
-"""The default timeout of ranks, in seconds."""
+LIMIT = 600.0  # the default timeout of ranks, in seconds
 
 STALL = 6.0
 """Extra seconds for the first connections, because torch's store delays every 25th client by 5
@@ -41,11 +40,9 @@ s."""
 _LOOK = 0.2
 """Seconds after which a process that waits for connections checks whether it must continue."""
 
-_PATIENCE = 5.0
-"""Seconds that a new connection has to send its token."""
+_PATIENCE = 5.0  # seconds that a new connection has to send its token
 
-_KNOCKING = 64
-"""The most connections without a token so far. The oldest of more are closed."""
+_KNOCKING = 64  # the most connections without a token so far. The oldest of more are closed
 
 _RANK = struct.Struct("<I")
 

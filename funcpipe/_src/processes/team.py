@@ -46,8 +46,7 @@ from funcpipe._src.processes.wire_format import memory
 
 _SAME_CALLS = "All ranks must make the same calls (fp.run, fp.step, fp.save) equally often"
 
-_FLUSH = 1.0
-"""Seconds to write the last messages before connections are closed."""
+_FLUSH = 1.0  # seconds to write the last messages before connections are closed
 
 
 class Team:
@@ -102,13 +101,11 @@ class Team:
         self._gate = threading.Lock()
         self._gone: dict[int, int] = {}
         """The last run of each process that has left regularly, by rank."""
-        self._closed: list[int] = []
-        """The ranks among these that have closed their connection."""
+        self._closed: list[int] = []  # the ranks among these that have closed their connection
         self._arrivals: dict[tuple[int, int, int], Arrivals] = {}
         self._early: dict[tuple[int, int, int], list[tuple[int, Callable[[Arrivals], None]]]] = {}
         """Messages for lanes that have not begun their run, by (run, batch, lane)."""
-        self._ended = 0
-        """The number of the last finished run."""
+        self._ended = 0  # the number of the last finished run
         self._channels: dict[int, ByteChannel] = {}
         self.reading = Reading(self._left, lambda: self.failure is None)
         self.has_devices = has_devices

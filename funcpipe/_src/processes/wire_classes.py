@@ -9,8 +9,7 @@ from typing import Any
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.tree import is_registered
 
-_permitted: set[str] = set()
-"""The names of classes that may come from other processes."""
+_permitted: set[str] = set()  # the names of classes that may come from other processes
 
 
 def name_of(kind: type) -> str:

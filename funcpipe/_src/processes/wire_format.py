@@ -181,8 +181,7 @@ class NumberLayout(NamedTuple):
 _MESSAGE = struct.Struct("<QI")
 """The head of a message: the number of the run, and the length of the topic."""
 
-_heads: dict[Any, bytes] = {}
-"""Packed forms of whole trees, by `form_key`."""
+_heads: dict[Any, bytes] = {}  # packed forms of whole trees, by `form_key`
 
 _BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
 

@@ -23,8 +23,7 @@ from funcpipe._src.data.kinds import (
 )
 from funcpipe._src.data.schedule import Action
 
-CODED = tuple(Kind)
-"""The kinds by their codes: small ints for loops over all actions."""
+CODED = tuple(Kind)  # the kinds by their codes: small ints for loops over all actions
 CODE = {kind: code for code, kind in enumerate(CODED)}
 F, B, I, W, R, O, L, G, *_ = range(len(CODED))
 

@@ -17,8 +17,7 @@ from funcpipe._src.data.kinds import SPELLING
 from funcpipe._src.data.schedule import Action, Pair, Schedule, is_word, unread, words_of
 from funcpipe._src.schedules.legal import MOST_FAULTS
 
-VERSION = 1
-"""The version of the JSON format. The reader rejects other versions."""
+VERSION = 1  # the version of the JSON format. The reader rejects other versions
 
 _MOST = 10**6
 """The upper bound of stage and microbatch numbers in a file, so that loops over them stay fast."""

@@ -27,8 +27,7 @@ from funcpipe._src.data.schedule import Action, Schedule, action_of, select
 from funcpipe._src.schedules.clock import CODE, CODED, chain, clock, coded
 from funcpipe._src.schedules.pairs import apart, joined_units
 
-MOST_FAULTS = 20
-"""The most faults that a message about a schedule lists."""
+MOST_FAULTS = 20  # the most faults that a message about a schedule lists
 
 
 def check(schedule: Schedule) -> None:

@@ -13,14 +13,11 @@ from operator import sub
 
 from funcpipe._src.data.schedule import Action, Kind
 
-Lane = list[int]
-"""The code of a device's action in each slot: ``6 microbatch + word``, or FREE."""
+Lane = list[int]  # the code of a device's action in each slot: ``6 microbatch + word``, or FREE
 
-Block = tuple[int, int, int, int]
-"""The slots of microbatch 0 on a device, for the words 0 to 3."""
+Block = tuple[int, int, int, int]  # the slots of microbatch 0 on a device, for the words 0 to 3
 
-BLOCK = 6
-"""The number of slots of one microbatch on a device: one for each word."""
+BLOCK = 6  # the number of slots of one microbatch on a device: one for each word
 
 FREE = -1
 
@@ -28,15 +25,13 @@ _KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
 """The words: forward down, forward up, I up, I down, W up, W down. The W of an I is 2 words
 later."""
 
-_CHANGE = (1, 1, 0, 0, -1, -1)
-"""By word, the change in the number of residuals, if I frees nothing."""
+_CHANGE = (1, 1, 0, 0, -1, -1)  # by word, the change in the number of residuals, if I frees nothing
 
 _FROM = (-1, 1, -1, 1)
 """By word, the offset to the device whose equal word it waits for. At an end of the V it waits for
 the previous word of its own device."""
 
-_I, _W = 2, 4
-"""The first words of I and of W."""
+_I, _W = 2, 4  # the first words of I and of W
 
 _NEVER = 10**9
 

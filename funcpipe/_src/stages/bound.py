@@ -21,8 +21,7 @@ from funcpipe._src.devices.host_link import HostStream
 from funcpipe._src.stages.params import StageParams
 from funcpipe._src.stages.rng import Keys
 
-Gradients = list[Tensor | None]
-"""The gradient of each leaf of a border, or None."""
+Gradients = list[Tensor | None]  # the gradient of each leaf of a border, or None
 
 
 class StageArgs(NamedTuple):

@@ -21,12 +21,9 @@ from funcpipe._src.stages.drawing import MeanOverTargets
 
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
-_ROWS = 4
-"""The most rows that `why_not_mean` computes with."""
-_ROWS_OF_PAIRS = 32
-"""The same for pairs (sum, weight): an accuracy of few rows is often 0."""
-_MOST = 2**22
-"""The most numbers that `why_not_mean` converts to double precision: 32 MiB."""
+_ROWS = 4  # the most rows that `why_not_mean` computes with
+_ROWS_OF_PAIRS = 32  # the same for pairs (sum, weight): an accuracy of few rows is often 0
+_MOST = 2**22  # the most numbers that `why_not_mean` converts to double precision: 32 MiB
 _REMEDY = (
     "so rows are not the weights of its microbatches, and funcpipe does not know the divisor. "
     "Give it: make_plan(weight=target -> number), a loss that returns (sum, weight), or a loss "

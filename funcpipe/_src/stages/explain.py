@@ -11,8 +11,7 @@ from torch import Tensor
 
 from funcpipe._src.core.tree import Tree, flatten, locations
 
-_MOST = 6
-"""How many leaves of a tree are described; the others are counted."""
+_MOST = 6  # how many leaves of a tree are described; the others are counted
 
 _TORCH = str(Path(torch.__file__).parent)
 

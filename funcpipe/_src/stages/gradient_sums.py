@@ -33,8 +33,7 @@ class GradientSums:
         self.sparse: list[int] = []
         self._zeros: dict[int, int] = {}
         """For sums that began as zeros, their version counters at that time, by number."""
-        self._negative: set[int] = set()
-        """The numbers of the sums that may still be negative zeros."""
+        self._negative: set[int] = set()  # the numbers of the sums that may still be negative zeros
 
     def unexpected_gradients(self) -> list[int]:
         """Return the aliases with a gradient before the first backward: the stage called

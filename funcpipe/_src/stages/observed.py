@@ -30,8 +30,7 @@ from funcpipe._src.stages.context import RUNNING
 ObserveFn: TypeAlias = Callable[[Action, str, Tree], object]
 """``(action, name, value)``, see `funcpipe.run`."""
 
-Values: TypeAlias = Sequence[tuple[str, Tree]]
-"""The values of an action, each with its name."""
+Values: TypeAlias = Sequence[tuple[str, Tree]]  # the values of an action, each with its name
 
 _SUMS = "parameter gradients"
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from funcpipe._src.core.captured import captured_values, is_foreign
 from funcpipe._src.data.stage import Stage
 
-_MANY = 1000
-"""Containers with more entries are not searched; only their length is recorded."""
+_MANY = 1000  # containers with more entries are not searched; only their length is recorded
 
 
 class Reached:

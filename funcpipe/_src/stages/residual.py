@@ -32,10 +32,8 @@ class EagerResidual:
     microbatch: int
     y: list[Any]
     stash: dict[str, list[Any]]
-    total: Tensor | None
-    """The sum of the microbatch's losses, with its graph."""
-    loss: Loss | None
-    """The loss without its graph."""
+    total: Tensor | None  # the sum of the microbatch's losses, with its graph
+    loss: Loss | None  # the loss without its graph
     side: tuple[Any, Any] | None
     x_count: int
     x: GradientLeaves

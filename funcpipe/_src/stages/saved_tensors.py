@@ -29,8 +29,7 @@ from funcpipe._src.core.remembered import Remembered
 from funcpipe._src.core.torch_names import inputs_of_region, saved_names
 from funcpipe._src.devices.host_link import HostStream
 
-_ALIGNED = 64
-"""Torch's allocations on the CPU begin at a multiple of this many bytes."""
+_ALIGNED = 64  # torch's allocations on the CPU begin at a multiple of this many bytes
 _BLOCK = 512
 """Torch's allocations on CUDA begin at a multiple of this many bytes. Offsets shrink by multiples
 of it, so that kernels see the same alignment after a move; another alignment may change rounding."""
