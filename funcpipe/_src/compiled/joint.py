@@ -167,11 +167,9 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     tidy(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     outs, wanted, sums = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    params, inputs, ends = (
-        placeholders[: len(fixed)],
-        placeholders[len(fixed) : len(fakes)],
-        placeholders[len(fakes) :],
-    )
+    params = placeholders[: len(fixed)]
+    inputs = placeholders[len(fixed) : len(fakes)]
+    ends = placeholders[len(fakes) :]
     return Joint(
         module,
         params,
@@ -207,15 +205,11 @@ class _TracedForward:
             new.shared = old.shared
             return new
 
-        params, state = (
-            unflatten(real.params.spec, put(real.params.leaves)),
-            unflatten(real.state_spec, put(real.params.state_leaves)),
-        )
-        x, skips, feeds = (
-            border(args.x),
-            [border(skip) for skip in args.skips],
-            [border(feed) for feed in args.feeds],
-        )
+        params = unflatten(real.params.spec, put(real.params.leaves))
+        state = unflatten(real.state_spec, put(real.params.state_leaves))
+        x = border(args.x)
+        skips = [border(skip) for skip in args.skips]
+        feeds = [border(feed) for feed in args.feeds]
         traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)
         if bound is None:
             options: dict[str, Any] = {
@@ -264,10 +258,8 @@ class _TracedForward:
     def early(self, missing: frozenset[int]) -> set[int]:
         """The indices of the sums to which I of the eager stage adds, if these roots have no
         gradient."""
-        parameters, roots = (
-            self.parameters,
-            [end for number, end in enumerate(self.ends) if number not in missing],
-        )
+        parameters = self.parameters
+        roots = [end for number, end in enumerate(self.ends) if number not in missing]
         count = len(parameters)
         if self.bound.whole:
             return {*range(count)}

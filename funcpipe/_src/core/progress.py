@@ -104,12 +104,10 @@ class Teller:
         self.on = tell is not None
         self.total = total
         self.look: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-        self._call, self._to, self._unit, self._limit = (
-            call,
-            tell,
-            unit,
-            None if limit == inf else limit,
-        )
+        self._call = call
+        self._to = tell
+        self._unit = unit
+        self._limit = None if limit == inf else limit
         self._phase, self._done = "begins", 0
         self._began = self._last = perf_counter()
 

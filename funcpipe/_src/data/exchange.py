@@ -77,11 +77,9 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
     import torch.distributed as dist
 
     group: Any = dist.group.WORLD
-    store, key, mine = (
-        group.get_group_store(),
-        f"funcpipe/saves/{path}",
-        ",".join(map(str, sorted(members))),
-    )
+    store = group.get_group_store()
+    key = f"funcpipe/saves/{path}"
+    mine = ",".join(map(str, sorted(members)))
     # compare_set is atomic: of several pipelines that claim at once, one wins, the others see it.
     found = store.compare_set(key, "", mine).decode()
     while found != mine:

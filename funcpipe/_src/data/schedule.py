@@ -257,10 +257,8 @@ class Schedule:
     @guarded
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        stages, microbatches = (
-            count_text(self.num_stages, "stage"),
-            count_text(self.num_microbatches, "microbatch"),
-        )
+        stages = count_text(self.num_stages, "stage")
+        microbatches = count_text(self.num_microbatches, "microbatch")
         return (
             f"<Schedule {self.name}: {stages}, {microbatches}{slices}, "
             f"{count_text(self.num_devices, 'device')}>"

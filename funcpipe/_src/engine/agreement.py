@@ -114,10 +114,8 @@ def agree(
     size = len(words) // replicas
     groups = [words[first : first + size] for first in range(0, len(words), size)]
     for number in range(replicas):
-        of, group = (
-            f" of replica {number}" if replicas > 1 else "",
-            said[number * size : (number + 1) * size],
-        )
+        of = f" of replica {number}" if replicas > 1 else ""
+        group = said[number * size : (number + 1) * size]
         faults += _differences(
             group, f"the rows of the batch{of}", lambda word: word.rows, some=True
         )

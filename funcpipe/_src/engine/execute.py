@@ -282,10 +282,8 @@ class Execution:
         for stage in {call.stage for call in lane.program.calls}:
             if commits(self.ready.plan, stage):
                 known = {} if self.before is None else self.before.committed
-                state, stats = (
-                    known.get(stage, self.ready.state[stage]),
-                    statistics_of(self.ready, stage, reports),
-                )
+                state = known.get(stage, self.ready.state[stage])
+                stats = statistics_of(self.ready, stage, reports)
                 with lane.place.active():
                     self.committed[stage] = commit(self.ready, stage, state, stats)
 
@@ -366,12 +364,10 @@ class Execution:
     def result(self) -> Result:
         """Compute the result of the run from the reports and outputs of the lanes."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
-        reports, outputs, carries, reductions = (
-            self.collect(Role.REPORT),
-            self.collect(Role.OUTPUT),
-            self.collect(Role.CARRY_OUT),
-            self.reductions(),
-        )
+        reports = self.collect(Role.REPORT)
+        outputs = self.collect(Role.OUTPUT)
+        carries = self.collect(Role.CARRY_OUT)
+        reductions = self.reductions()
         self.check_empty()
         if backward and (self.stepping is None or not self.stepping.spends):
             self.hand_sums()
@@ -425,10 +421,8 @@ class Execution:
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
-        names, arrows = (
-            tuple(part.name for part in self.ready.plan.stages),
-            arrows_of(self.ready.program),
-        )
+        names = tuple(part.name for part in self.ready.plan.stages)
+        arrows = arrows_of(self.ready.program)
         lanes = len(schedule.orders)
         return Timeline(
             tuple(spans), lanes, peak, "s", 0.0, schedule.name, stages=names, arrows=arrows

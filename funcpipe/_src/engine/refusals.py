@@ -205,12 +205,10 @@ def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool)
 
 def refuse_options(options: RunOptions) -> None:
     """Raise PlanError for options with a wrong type or value."""
-    feeds, scale, threads, timeout = (
-        options.feeds,
-        options.loss_scale,
-        options.threads_per_lane,
-        options.timeout,
-    )
+    feeds = options.feeds
+    scale = options.loss_scale
+    threads = options.threads_per_lane
+    timeout = options.timeout
     if options.observe is not None and not callable(options.observe):
         raise PlanError(
             "observe is a function (action, name, value), called for each value of each action; "

@@ -166,11 +166,9 @@ class SwitchWatch:
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
-        self.grad, self._casts, self._depth = (
-            torch.is_grad_enabled(),
-            autocast_now(),
-            autocast_depth(),
-        )
+        self.grad = torch.is_grad_enabled()
+        self._casts = autocast_now()
+        self._depth = autocast_depth()
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self

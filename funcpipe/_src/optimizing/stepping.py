@@ -88,11 +88,9 @@ class Stepping:
     """
 
     def __init__(self, ready: Prepared, undo: Undo | None = None, *, spends: bool = False) -> None:
-        self.ready, self.optimizer, self.max_norm = (
-            ready,
-            ready.options.optimizer,
-            ready.options.max_norm,
-        )
+        self.ready = ready
+        self.optimizer = ready.options.optimizer
+        self.max_norm = ready.options.max_norm
         self.undo, self.spends = undo or Undo(self.optimizer), spends
         self.settings: Settings | None = None
         self.stepped: set[int] = set()

@@ -153,10 +153,8 @@ def ways_of(part: PlanPart, plan: Plan, identities: Identities) -> dict[Any, Dev
             ends = [(part.replica, source), (part.replica, to)]
             add((source, to), f"{ranks[0]}:{source}-{to}", way, lane, ranks, ends)
     for stage in sorted(part.stages) if part.replicas > 1 else ():
-        lane, copies = (
-            device_of[stage],
-            [replica * size + part.rank for replica in range(part.replicas)],
-        )
+        lane = device_of[stage]
+        copies = [replica * size + part.rank for replica in range(part.replicas)]
         add(
             stage,
             f"stage {stage}",

@@ -99,11 +99,9 @@ def ranks(
     number = _made[members] = _made[members] + 1
     name = f"funcpipe/{hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()}/{number}"
     group: Any = dist.group.WORLD
-    store, me, size = (
-        below(name, group.get_group_store()),
-        members.index(dist.get_rank()),
-        len(replicas[0]),
-    )
+    store = below(name, group.get_group_store())
+    me = members.index(dist.get_rank())
+    size = len(replicas[0])
     try:
         checked_plan("ranks", plan)
         if timeout is not None:

@@ -186,14 +186,14 @@ class RemoteLane(Mailbox):
             self.arrivals.meshes.add(value.leaves[number].device_mesh)
         described = leaves, value.spec, value.flags, value.shared, spreads
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-        head, key, form = (
-            self._value._replace(slot=slot),
-            form_key(*described),
-            lambda: pack_form(form_of(*described)),
-        )
+        head = self._value._replace(slot=slot)
+        key = form_key(*described)
         # Pack a new form now, so that this lane raises the error of a value that cannot travel.
-        if not team.peers[rank].knows(key):
-            form = partial(bytes, form())
+        packed = None if team.peers[rank].knows(key) else pack_form(form_of(*described))
+
+        def form() -> bytes:
+            return pack_form(form_of(*described)) if packed is None else packed
+
         if stream is None:
             return partial(team.send_value, rank, head, key, form, tensors)
         if stream.group is None:

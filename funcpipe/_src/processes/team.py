@@ -86,12 +86,10 @@ class Team:
         *,
         has_devices: bool = False,
     ) -> None:
-        self.rank, self.size, self.processes, self.names = (
-            rank,
-            len(processes),
-            tuple(processes),
-            names_of(processes),
-        )
+        self.rank = rank
+        self.size = len(processes)
+        self.processes = tuple(processes)
+        self.names = names_of(processes)
         self.doing = doing
         self.peers: dict[int, Peer] = {}
         self.failure: Failure | None = None

@@ -93,13 +93,11 @@ class EagerBound:
         shares: Shares | None = None,
         guard: bool = False,
     ) -> None:
-        self.stage, self.index, self.train, self.backwards, self.keys = (
-            stage,
-            index,
-            train,
-            backwards,
-            keys,
-        )
+        self.stage = stage
+        self.index = index
+        self.train = train
+        self.backwards = backwards
+        self.keys = keys
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched: divisors.WatchDivisors | None = None
