@@ -379,7 +379,7 @@ def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) ->
     """Make the error of processes that exchange values in different runs, or about different
     things."""
     pairs = zip(names, known, strict=True)
-    where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
+    where = "; ".join(f"{name} is at {what} (run {run})" for name, (run, what, _) in pairs)
     return RanksError(
         f"the ranks make different calls: {where}; all ranks must make the same funcpipe calls in "
         "the same order"

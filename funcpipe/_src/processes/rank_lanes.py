@@ -183,7 +183,7 @@ class Ranks(Lanes):
                 team.monitor.limit(options.timeout or self._limit)
                 yield options
         finally:
-            self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
+            self._at, self._over = f"{OUTSIDE}, after run {self.runs}", False
             if self._team is not None:
                 self._team.end_run()
                 self._team.monitor.limit(self._limit)
@@ -306,10 +306,10 @@ class Ranks(Lanes):
             PeerError: a rank failed, or its connection is lost.
         """
         with Telling(self._failed):
-            self._at = f"at {about} ({self.runs})"
+            self._at = f"at {about} (run {self.runs})"
             sent = pack_message(self.runs, about, mine)
             known = [unpack_message(data) for data in self._open().exchange(sent)]
-            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
+            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} (run {self.runs})"
             if len({(run, what) for run, what, _ in known}) > 1:
                 self.runs = max(run for run, *_ in known)
                 raise agreement.other_places(known, self.names)
@@ -408,7 +408,7 @@ class Ranks(Lanes):
 
         def wait() -> GiveSums:
             with Telling(self._failed):
-                self._at = f"at the sums of stage {stage} ({self.runs})"
+                self._at = f"at the sums of stage {stage} (run {self.runs})"
                 return self._open().answer(key)
 
         return wait
