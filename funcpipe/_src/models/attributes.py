@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,33 +31,15 @@ from funcpipe._src.core.torch_names import (
 from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
 
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    tuple,
-    frozenset,
-    range,
-)
+_NUMBERS_AND_TEXTS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
+
+_PLAIN = (*_NUMBERS_AND_TEXTS, tuple, frozenset, range)
 """Types that are compared by equality. All other values are the same only if they are the same
 object."""
 
 OPAQUE = (
-    *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
-    *(
-        FunctionType,
-        BuiltinFunctionType,
-        ModuleType,
-        logging.Logger,
-        nn.Parameter,
-        *weakref.ProxyTypes,
-    ),
+    *(*_NUMBERS_AND_TEXTS, type, Enum, FunctionType, BuiltinFunctionType, ModuleType),
+    *(logging.Logger, nn.Parameter, *weakref.ProxyTypes),
 )
 """Types without contents that a copy could miss: for example, a copy of a function is the
 function itself."""
@@ -102,15 +84,27 @@ class Change(NamedTuple):
         )
 
 
-class _Child(NamedTuple):
-    """A child of a module by weak reference; None for a child that is None."""
+class _Weak(weakref.ref[Any]):
+    """A weak reference that also keeps the name of the class, for messages."""
 
-    reference: weakref.ref[nn.Module] | None
+    __slots__ = ("kind",)
     kind: str
 
-    def now(self) -> nn.Module | None:
-        """Return the child; None after its end."""
-        return None if self.reference is None else self.reference()
+    def __new__(cls, value: Any) -> Self:
+        """Refer to a module or a parameter."""
+        made = super().__new__(cls, value)
+        made.kind = type(value).__name__
+        return made
+
+
+class _Layer(NamedTuple):
+    """The recorded class, children and parameters of one module. None: a child that is None."""
+
+    path: str
+    reference: weakref.ref[nn.Module]
+    kind: type
+    children: Mapping[str, _Weak | None]
+    parameters: Mapping[str, _Weak | None]
 
 
 class _Noted(NamedTuple):
@@ -146,21 +140,10 @@ class ModuleAttributes:
 
     def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
         self.who, self.all_names = type(model).__name__, all_names
+        self.layers: list[_Layer] = []
         self.tables: list[_Noted] = []
         self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
-        self.children: list[
-            tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...], type]
-        ] = []
-        # The parameters of each layer, by local name; None for a parameter that is None.
-        self.parameters: list[
-            tuple[
-                str,
-                weakref.ref[nn.Module],
-                tuple[str, ...],
-                tuple[Callable[[], Tensor | None], ...],
-            ]
-        ] = []
         self.seen: set[int] = set()
         # Keeps values alive: otherwise a new object could get an id that is in `seen`.
         self.kept: list[Any] = []
@@ -186,24 +169,19 @@ class ModuleAttributes:
             return
         self.seen.add(id(module))
         uses, reference = uses_of(type(module)), weakref.ref(module)
-        children = children_of(module)
-        references = tuple(
-            _Child(None if child is None else weakref.ref(child), type(child).__name__)
-            for child in children.values()
-        )
-        self.children.append((path, reference, tuple(children), references, type(module)))
-        if parameters := parameters_of(module):
-            weakly = [
-                _no_tensor if each is None else weakref.ref(each) for each in parameters.values()
-            ]
-            self.parameters.append((path, reference, tuple(parameters), tuple(weakly)))
+        tables = children_of(module), parameters_of(module)
+        weak = [
+            {name: None if each is None else _Weak(each) for name, each in table.items()}
+            for table in tables
+        ]
+        self.layers.append(_Layer(path, reference, type(module), *weak))
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
             # A forward changes the attributes that it writes in each call, so they are not
             # settings. Strings are: PEFT lists merged adapters, and its forward may unmerge them.
             compared = self.all_names or name not in uses.written or _has_strings(value)
             if name not in _APART and compared:
-                self._walk(value, f"{path}.{name}" if path else name, name, uses)
+                self._walk(value, _joined(path, name), name, uses)
 
     def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
         """Record the contents of a value, and of values inside."""
@@ -247,40 +225,26 @@ class ModuleAttributes:
     # -- looking
     # -------------------------------------------------------------------------------
 
-    def changes(self) -> list[Change]:
-        """List the changes since construction."""
-        return list(self._changes())
-
-    def has_changed(self) -> bool:
-        """Return whether anything has changed since construction."""
-        return any(True for _ in self._changes())
-
     def refuse_changes(self) -> None:
         """Raise PlanError if the model has changed."""
         raise_all(
             f"attributes of this {self.who} were changed after stages were made of it, but stages "
             "compute with copies, which do not have the changes; make the stages again, and the "
-            "plan "
-            "(fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
+            "plan (fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
             "params= keep the numbers), or undo the changes:",
-            [str(change) for change in self._changes()],
+            [str(change) for change in self.changes()],
         )
 
     def replaced(self) -> dict[str, Tensor]:
         """Return the recorded parameters that the model has no longer, by the model's names."""
         out: dict[str, Tensor] = {}
-        for path, reference, names, parameters in self.parameters:
-            module = reference()
-            if module is None:
-                continue
+        for layer, module in self._existing():
             now = parameters_of(module)
-            before = [parameter() for parameter in parameters]
-            # Fast path, because each run compares all parameters.
-            if len(now) == len(before) and all(map(is_, before, now.values())):
-                continue
-            for name, old in zip(names, before, strict=True):
-                if old is not None and now.get(name) is not old:
-                    out[f"{path}.{name}" if path else name] = old
+            if not _are_same(layer.parameters, now):
+                for name, weak in layer.parameters.items():
+                    old = _alive(weak)
+                    if old is not None and now.get(name) is not old:
+                        out[_joined(layer.path, name)] = old
         return out
 
     def written_by_forwards(
@@ -289,36 +253,34 @@ class ModuleAttributes:
         """Return the paths of attributes with these names that forwards write, in some modules (by
         id). Among them are the running statistics of batch norm."""
         found: list[str] = []
-        for path, reference, *_ in self.children:
-            module = reference()
-            if module is not None and id(module) in modules:
+        for layer, module in self._existing():
+            if id(module) in modules:
                 statistics = buffers_of(module) if is_deferrable(module) else {}
                 written = uses_of(type(module)).written.union(statistics).intersection(names)
-                found += [f"{path}.{name}" if path else name for name in sorted(written)]
+                found += [_joined(layer.path, name) for name in sorted(written)]
         return found
 
-    def _changes(self) -> Iterator[Change]:
-        for path, reference, names, children, kind in self.children:
-            module = reference()
-            if module is None:
-                continue
-            if type(module) is not kind:
-                place = f"{path}.__class__" if path else "__class__"
-                yield Change(
-                    place, "__class__", uses_of(kind), kind.__name__, type(module).__name__
-                )
+    def _existing(self) -> Iterator[tuple[_Layer, nn.Module]]:
+        """Yield the recorded modules that still exist."""
+        for layer in self.layers:
+            if (module := layer.reference()) is not None:
+                yield layer, module
+
+    def changes(self) -> Iterator[Change]:
+        """Yield the changes since construction."""
+        for layer, module in self._existing():
+            if type(module) is not layer.kind:
+                place, names = _joined(layer.path, "__class__"), (layer.kind, type(module))
+                old, new = (kind.__name__ for kind in names)
+                yield Change(place, "__class__", uses_of(layer.kind), old, new)
             now = children_of(module)
-            # Fast path, because each run compares all attributes: the children are the same
-            # objects.
-            if len(now) == len(children) and all(map(is_, map(_Child.now, children), now.values())):
+            if _are_same(layer.children, now):
                 continue
-            before = dict(zip(names, children, strict=True))
-            for name in dict.fromkeys((*names, *now)):
-                old, new = before.get(name, _MISSING), now.get(name, _MISSING)
-                if (old.now() if isinstance(old, _Child) else old) is not new:
-                    yield Change(
-                        f"{path}.{name}" if path else name, name, uses_of(type(module)), old, new
-                    )
+            for name in dict.fromkeys((*layer.children, *now)):
+                old, new = layer.children.get(name, _MISSING), now.get(name, _MISSING)
+                if _alive(old) is not new:
+                    place, uses = _joined(layer.path, name), uses_of(type(module))
+                    yield Change(place, name, uses, old, new)
         for table in self.tables:
             now = table.contents()
             if now is None or (
@@ -329,9 +291,8 @@ class ModuleAttributes:
             for key in dict.fromkeys((*table.keys, *now)):
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
                 if not _same(old, new) and self._counts(table, key, old, new):
-                    yield Change(
-                        place_inside(table.place, key), table.name or key, table.uses, old, new
-                    )
+                    place = place_inside(table.place, key)
+                    yield Change(place, table.name or key, table.uses, old, new)
         for place, name, uses, container in self.empty:
             is_setting = self.all_names or name not in uses.written or _has_strings(container)
             if container and is_setting:
@@ -360,8 +321,18 @@ def _has_strings(value: Any) -> bool:
     return isinstance(value, (list, set)) and all(isinstance(each, str) for each in value)  # pyright: ignore[reportUnknownVariableType]
 
 
-def _no_tensor() -> None:
-    """Stand in for the weak reference to a parameter that is None."""
+def _alive(value: Any) -> Any:
+    """Return the object of a weak reference, None after its end; any other value as it is."""
+    return value() if isinstance(value, _Weak) else value
+
+
+def _are_same(before: Mapping[str, _Weak | None], now: Mapping[str, Any]) -> bool:
+    """Return whether two tables have the same objects. Each run compares all modules, so fast."""
+    return len(now) == len(before) and all(map(is_, map(_alive, before.values()), now.values()))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def contents_of(value: Any) -> Mapping[Any, Any]:
@@ -378,17 +349,15 @@ def contents_of(value: Any) -> Mapping[Any, Any]:
         return {"__self__": value.__self__}
     if type(value).__module__ == "numpy":
         return {"numbers": value.tobytes(), "shape": getattr(value, "shape", ())}
-    slots = [
-        name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))
-    ]
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = chain.from_iterable((each,) if isinstance(each, str) else each for each in slots)
     slotted = {
         name: getattr(value, name)
-        for name in slots
+        for name in names
         if hasattr(value, name) and not name.startswith("__")
     }
-    return (
-        {**slotted, **getattr(value, "__dict__", {})} if slotted else getattr(value, "__dict__", {})
-    )
+    named: Mapping[str, Any] = getattr(value, "__dict__", {})
+    return {**slotted, **named} if slotted else named
 
 
 def _attributes_of(reference: weakref.ref[nn.Module]) -> Mapping[str, Any] | None:
@@ -396,19 +365,15 @@ def _attributes_of(reference: weakref.ref[nn.Module]) -> Mapping[str, Any] | Non
     return None if module is None else vars(module)
 
 
-def _names(slots: Any) -> Sequence[str]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
 def _weakly(value: Any) -> Any:
     """Return a value to compare with later: modules and parameters as weak references."""
-    return weakref.ref(value) if isinstance(value, (nn.Module, nn.Parameter)) else value
+    return _Weak(value) if isinstance(value, (nn.Module, nn.Parameter)) else value
 
 
 def _same(old: Any, new: Any) -> bool:
     if old is new:
         return True
-    if isinstance(old, weakref.ref):
+    if isinstance(old, _Weak):
         # A replaced parameter has other numbers, and numbers are not settings.
         return old() is new or isinstance(new, nn.Parameter)
     if type(old) is not type(new) or not isinstance(old, _PLAIN):
@@ -431,8 +396,8 @@ def place_inside(place: str, key: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, _Child):
-        return "None" if value.reference is None else f"a {value.kind}"
+    if isinstance(value, _Weak):
+        return f"a {value.kind}"
     if isinstance(value, (int, float, complex, str, bool, type(None))):
         return repr(value)
     empty = "an empty" if isinstance(value, (dict, list, set, deque)) and not value else "a"

@@ -3,13 +3,14 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.tree import flatten, locations
 from funcpipe._src.models.attributes import Change
 from funcpipe._src.models.norms.written_buffers import has_numbers
 
@@ -33,8 +34,7 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
             left; or a count that the forward uses has changed.
     """
     for change in changes:
-        # The forward writes this attribute before it reads it, so no old value reaches a later
-        # call.
+        # Written before it is read: no old value reaches a later call.
         if change.name not in change.uses.kept:
             continue
         if (
@@ -49,7 +49,11 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
                 "loop, and give each microbatch the number: an input, or a feed with "
                 "fp.Replicate(number)"
             )
-        for place, new in _numbers(change.place, change.new):
+        leaves = zip(locations(change.new, change.place), flatten(change.new)[0], strict=True)
+        for place, leaf in leaves:
+            new = leaf.detach() if isinstance(leaf, Tensor) else leaf
+            if not _is_number(new):
+                continue
             if _differ(change.old, new) or _differ(left.get(place), new):
                 raise PlanError(
                     f"the forward of {who} keeps {place!r} in an attribute from call to call, but "
@@ -62,19 +66,10 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
             left[place] = new
 
 
-def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and floats in a value, with their places."""
-    if isinstance(value, Tensor):
-        if has_numbers(value) and value.layout is torch.strided:
-            yield place, value.detach()
-    elif isinstance(value, float):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-            yield from _numbers(f"{place}[{key!r}]", inner)
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-            yield from _numbers(f"{place}[{number}]", inner)
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return has_numbers(leaf) and leaf.layout is torch.strided
+    return isinstance(leaf, float)
 
 
 def _differ(old: Any, new: Any) -> bool:

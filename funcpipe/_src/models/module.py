@@ -105,8 +105,7 @@ def from_module(
             f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: "
             "fp.stage(fn))"
         )
-    refuse_lazy(module)
-    refuse_shared_memory(module)
+    refuse_unfit(module)
     check_carry(module, carry, feeds)
     options: dict[str, Any] = {
         "deferred": deferred,
@@ -128,10 +127,7 @@ def stage_of(
     origin: ModuleAttributes | None = None,
     shared: Mapping[str, str] = NOTHING_SHARED,
 ) -> tuple[Stage, Params, State]:
-    """Do the work of `from_module` with known skips.
-
-    ``spread=False``: a tuple is one argument. ``shared`` is of `shared_places`.
-    """
+    """Do the work of `from_module` with known skips. ``spread=False``: a tuple is one argument."""
     skeleton = Skeleton(module, origin)
     fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread, carry=carry)
     fn.shared = shared
@@ -177,20 +173,22 @@ def unfit(module: nn.Module) -> list[str]:
     ]
 
 
-def refuse_lazy(module: nn.Module) -> None:
-    """Raise PlanError if parameters or buffers have no shape yet, or the module cannot be a
-    stage (`unfit`)."""
+def refuse_unfit(module: nn.Module, *, copies_buffers: bool = True) -> None:
+    """Raise PlanError if a module cannot be a stage (`unfit`), parameters or buffers have no shape
+    yet, or a buffer to copy shares memory with a parameter."""
     raise_all(f"this {type(module).__name__} cannot be a stage:", unfit(module))
-    lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
+    tensors = named_tensors(module, all_names=True)
+    lazy = [name for name, tensor in tensors.items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise PlanError(
             f"parameters {lazy} are not initialised yet; call the module once on an example first"
         )
+    if copies_buffers:
+        refuse_shared_memory(module)
 
 
 def devices_fault(model: nn.Module) -> list[str]:
-    """Return the fault of a model with tensors on several devices, as a list of at most one
-    message."""
+    """Return at most one message, for a model with tensors on several devices."""
     named = {str(tensor.device): name for name, tensor in reversed(named_tensors(model).items())}
     if len(named) < 2:
         return []
@@ -202,31 +200,18 @@ def devices_fault(model: nn.Module) -> list[str]:
     return [f"it is on several devices ({listed}); {empty if 'meta' in named else placed}"]
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under their first names."""
-    return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def clones(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and buffers, without gradients, by their first names."""
-    return {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
-
-
-def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names; a shared tensor has several."""
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return dict(named)
+def named_tensors(module: nn.Module, *, all_names: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers under their first names, or under all names of shared tensors."""
+    unique = not all_names
+    named = module.named_parameters(remove_duplicate=unique)
+    return dict([*named, *module.named_buffers(remove_duplicate=unique)])
 
 
 def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
     """List the syntax nodes of a function's source, outermost first; empty without source."""
     try:
-        return list(
-            ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))))
-        )
+        source = inspect.getsource(inspect.unwrap(forward))
+        return list(ast.walk(ast.parse(textwrap.dedent(source))))
     except (OSError, TypeError, SyntaxError):
         return []
 
@@ -255,15 +240,17 @@ class Skeleton:
 
     def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
         self.origin = origin
-        tensors = all_tensors(module)
+        tensors = named_tensors(module, all_names=True)
         self.canonical = first_names(tensors)
         self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
         self.buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self.module = copied(module, _placeholder)
-        layers = list(self.module.named_modules())
-        self.norms = {path: Running.of(each, path) for path, each in layers if is_deferrable(each)}
-        self.frozen = [path for path, layer in self.module.named_modules() if not layer.training]
-        self.evaluation = all(not layer.training for layer in self.module.modules())
+        layers = dict(self.module.named_modules())
+        self.norms = {
+            path: Running.of(each, path) for path, each in layers.items() if is_deferrable(each)
+        }
+        self.frozen = [path for path, layer in layers.items() if not layer.training]
+        self.evaluation = len(self.frozen) == len(layers)
 
 
 class PartFn(Bindable):
@@ -353,13 +340,11 @@ class ModuleFn(PartFn):
         self.who = getattr(self.skeleton, "_funcpipe_who", type(self.skeleton).__name__)
         self.skips, self.held, self.spread, self.carry = skips, names, spread, carry
         canonical = {skeleton.canonical[alias] for alias in names}
-        shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}
-        self.param_shapes = {
-            name: size for name, size in shapes.items() if name not in skeleton.buffers
-        }
-        self.buffer_shapes = {
-            name: size for name, size in shapes.items() if name in skeleton.buffers
-        }
+        self.param_shapes, self.buffer_shapes = {}, {}
+        for name, size in skeleton.shapes.items():
+            if name in canonical:
+                shapes = self.buffer_shapes if name in skeleton.buffers else self.param_shapes
+                shapes[name] = size
         self.norms = {
             path: running for path, running in skeleton.norms.items() if running.mean in names
         }
@@ -427,8 +412,12 @@ class ModuleCopy:
         self.slots: list[tuple[dict[str, Any], str, str]] = []
         # Places of tensors that belong to other stages.
         self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []
+        # If a forward removes a parametrization, tensors change tables. `release` compares the
+        # names and drops such a copy.
+        self.tables: list[tuple[dict[str, Any], list[str]]] = []
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
+                self.tables.append((table, [*table]))
                 for local, tensor in table.items():
                     alias = f"{path}.{local}" if path else local
                     if tensor is not None and alias in owner.held:
@@ -436,11 +425,6 @@ class ModuleCopy:
                     elif tensor is not None:
                         self.absent.append((table, local, tensor, alias))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
-        layers = list(self.module.modules())
-        tables = [table for layer in layers for table in (parameters_of(layer), buffers_of(layer))]
-        # If a forward removes a parametrization, tensors change tables. `release` compares the
-        # names and drops such a copy.
-        self.tables = [(table, [*table]) for table in tables]
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -496,12 +480,8 @@ class ModuleCopy:
         carry = {self.owner.carry: extras.get("carry")} if self.owner.carry else {}
         keywords = {**extras.get("feeds", {}), **carry}
         skips = self.owner.skips
-        if not skips.inside:
-            return carry_apart(
-                self.module(*arguments, **keywords), self.owner.carry, self.owner.who
-            ), {}
         store = {key: extras["skips"][name] for name, key in skips.pop.items()}
-        with carrying(store):
+        with carrying(store) if skips.inside else _nothing:
             y = carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who)
         stashed = {**skips.stash, **skips.offers}
         return y, {name: store[key] for name, key in stashed.items() if key in store}
@@ -542,7 +522,7 @@ class ModuleCopy:
         for layer in self.recurrent:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
-        changes = self.attributes.changes()
+        changes = list(self.attributes.changes())
         if changes:  # a copy with values that a forward left (an attention map) is dropped
             refuse_kept(self.owner.left, changes, type(self.module).__name__)
         for norm in self.norms:

@@ -18,9 +18,8 @@ from funcpipe._src.data.stage import Stage
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.balance import checked_sizes
 from funcpipe._src.models.copying import copied
-from funcpipe._src.models.module import Params, State, refuse_lazy, stage_of
+from funcpipe._src.models.module import Params, State, refuse_unfit, stage_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
-from funcpipe._src.models.shared_memory import refuse_shared_memory
 from funcpipe._src.models.shared_objects import shared_places
 from funcpipe._src.models.skippable import Skips, skips_of
 
@@ -129,9 +128,8 @@ def cut_sequential(
     """
     units = _units(module, flat)
     counts = checked_sizes(sizes, len(units), "layers")
-    refuse_lazy(module)
-    if origin:  # without origin, Pipe gives each run the module's own buffers
-        refuse_shared_memory(module)
+    # Without origin, Pipe gives each run the module's own buffers.
+    refuse_unfit(module, copies_buffers=origin)
     _refuse_shared_norms(units)
     skips_of(module, whole=True)
     rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]

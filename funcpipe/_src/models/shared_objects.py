@@ -6,7 +6,7 @@ the object had when the stages were made.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import TABLES
+from funcpipe._src.core.tree import flatten
 from funcpipe._src.models.attribute_uses import uses_of
 from funcpipe._src.models.attributes import OPAQUE, contents_of, place_inside
 
@@ -91,7 +92,7 @@ def refuse_left_activations(
     yield
     for place, value in objects.items():
         for key, new in _table(value).items():
-            if new is not before[place].get(key) and any(map(_has_graph, _tensors(new))):
+            if new is not before[place].get(key) and any(map(_has_graph, flatten(new)[0])):
                 raise PlanError(
                     f"a forward leaves an activation in {place_inside(place, key)!r}, an object that "
                     f"{shared[place]!r} shares, but layers have copies of the object, so "
@@ -113,14 +114,5 @@ def _table(value: Any) -> Mapping[Any, Any]:
     }
 
 
-def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not tensor.is_leaf
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in a value, at any depth of plain containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for each in contents_of(value).values():
-            yield from _tensors(each)
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf

@@ -25,10 +25,9 @@ from funcpipe._src.models.example import row_axes, unmarked
 from funcpipe._src.models.layers.cut import cut_layers
 from funcpipe._src.models.layers.find import Layers, find_layers
 from funcpipe._src.models.losses import ModelLoss, as_loss
-from funcpipe._src.models.module import devices_fault, named_tensors, refuse_lazy
+from funcpipe._src.models.module import devices_fault, named_tensors, refuse_unfit
 from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters, by_time
 from funcpipe._src.models.sequential import cut_sequential, units_of
-from funcpipe._src.models.shared_memory import refuse_shared_memory
 from funcpipe._src.models.split_model import Split, assemble
 from funcpipe._src.models.traced import graph as traced_graph
 from funcpipe._src.models.traced.bonds import joining_buffers
@@ -162,7 +161,7 @@ def split(
         return _log_split(model, "between its layers", _sequential(model, cuts, ties, loss))
     result = _layered(model, cuts, layers, ties, loss, slices)
     if example is not None and check:
-        verify(model, result, unmarked(example), train=True)
+        verify(model, result, unmarked(example))
     return _log_split(model, "at its blocks, not traced", result)
 
 
@@ -344,7 +343,7 @@ def _traced(
     result = assemble(model, parts, ties=ties, loss=model_loss, edges=edges)
     if check and not empty:
         teller.phase("check", 3)
-        verify(model, result, example, train=True)
+        verify(model, result, example)
         if not captured.evaluation:
             verify_evaluation(model, result, example)
     teller.to(4)
@@ -437,8 +436,7 @@ def _check_model(model: Any) -> None:
             f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: "
             "fp.stage)"
         )
-    refuse_lazy(model)
-    refuse_shared_memory(model)
+    refuse_unfit(model)
     named = named_tensors(model)
     faults = [
         (

@@ -19,7 +19,7 @@ from funcpipe._src.core.words import similar, size_of
 from funcpipe._src.data.plan import Ties, forgotten_state
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.models.losses import ModelLoss
-from funcpipe._src.models.module import all_tensors
+from funcpipe._src.models.module import named_tensors
 from funcpipe._src.models.ties import Home, Owner, groups, innermost, mark, transmit
 from funcpipe._src.models.traced.graph import CutEdge
 from funcpipe._src.models.traced.traced import GraphFn
@@ -326,7 +326,7 @@ def assemble(
     stages, params, tied = transmit(stages, params, tied, ties)
     stages = mark(stages, tied)
     homes = {name: home.among(params) for name, home in homes.items()}
-    tensors = all_tensors(model)
+    tensors = named_tensors(model, all_names=True)
     rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}
     return Split(stages, params, state, tied, loss, tuple(edges), homes, rest)
 

@@ -18,7 +18,7 @@ from funcpipe._src.core.tree import flatten, locations, map_tensors, unflatten
 from funcpipe._src.engine.apply import apply
 from funcpipe._src.models.example import row_axes
 from funcpipe._src.models.losses import ModelLoss
-from funcpipe._src.models.module import all_tensors, clones, first_names
+from funcpipe._src.models.module import first_names, named_tensors
 from funcpipe._src.models.split_model import Split
 from funcpipe._src.models.ties import innermost
 from funcpipe._src.models.traced.export import shell
@@ -29,20 +29,19 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, tor
 """The allowed rounding error, relative to the largest number of a tensor."""
 
 
-def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
+def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool = True) -> None:
     """Compare a split with the model in its own mode (``train``) or in evaluation mode. The model
     does not change.
 
-    Both run twice, the second time on other inputs, to find values that a trace treated as
-    constants (``once``: only one run). Then both run on one row, because export does not treat one
-    row as a dynamic size. If the results for one row differ, the stages accept only two rows or
-    more.
+    Both run on the example. In the model's own mode, they also run on other inputs, to find values
+    that a trace treated as constants, and on one row, because export does not treat one row as a
+    dynamic size. If the results for one row differ, the stages accept only two rows or more.
 
     Raises:
         PlanError: the message lists the values that differ.
     """
     module = shell(model) if train else shell(model).eval()
-    canonical = first_names(all_tensors(model))
+    canonical = first_names(named_tensors(model, all_names=True))
     buffers = {
         name: buffer.detach().clone()
         for name, buffer in model.named_buffers()
@@ -55,63 +54,53 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     state: Any = split.state
     traced = functions(split)
     axes = [guard.rows for guard in traced[0].signature.guards] if traced else row_axes(inputs)
-    for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, axes))):
+    for number, x in enumerate((inputs, other_inputs(inputs, axes)) if train else (inputs,)):
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         try:
             expected = _eager(module, params, buffers, x, split.loss)
         except Exception as error:
             if not number:
-                raise PlanError(
-                    f"the model itself fails on the example: {type(error).__name__}: {error}"
-                ) from error
+                raise _fails(error) from error
             buffers, x = before, inputs  # the model does not accept the changed example
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
         faults = _faults(split, expected, actual, buffers, state, before)
         where = "inputs other than the example" if number else "the example"
-        if number and traced:
-            where += (
+        kind, other = "stages", "trace it"
+        if traced:
+            kind, other = "traced stages", "cut without tracing (split without example=)"
+            where += number * (
                 " (the trace treated a value as a constant: a counter, a random number of Python, "
                 "or a number read from a tensor)"
             )
-        kind, other = (
-            ("traced stages", "cut without tracing (split without example=)")
-            if traced
-            else ("stages", "trace it")
-        )
         raise_all(
             f"the {kind} do not compute what the model computes, on {where}; {other}, or write "
             "the stages yourself:",
             faults[:12],
         )
-    if not once and traced:
-        _try_one_row(model, split, inputs, train=train)
+    if train and traced:
+        _try_one_row(model, split, inputs)
 
 
-def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
+def _try_one_row(model: nn.Module, split: Split, inputs: Any) -> None:
     """Compare stages and model on one row. If they differ, the stages refuse one row from now
     on."""
     signature = functions(split)[0].signature
-    leaves, spec = flatten(as_call(inputs))
     rows = [guard.rows for guard in signature.guards]
     if all(axis is None for axis in rows):
         return
-    pairs = zip(leaves, rows, strict=True)
-    single = as_input(
-        *unflatten(
-            spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]
-        )
+    single = _changed(
+        inputs, rows, lambda leaf, axis: leaf if axis is None else leaf.narrow(axis, 0, 1)
     )
-    module = shell(model) if train else shell(model).eval()
     try:
         with torch.no_grad():
-            expected = _call(module, clones(model), single)
+            expected = _call_copy(model, single)
     except Exception:
         return  # the model itself does not accept one row
     try:
         with torch.no_grad(), seeded(single):
             actual = apply(
-                split.stages, split.params, single, state=_copied(split.state), train=train
+                split.stages, split.params, single, state=_copied(split.state), train=True
             ).y
         differs = bool(_differences([("output", expected, actual)]))
     except Exception:
@@ -128,7 +117,7 @@ def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
     for fn in functions(split):
         fn.evaluates = True
     try:
-        verify(model, split, inputs, train=False, once=True)
+        verify(model, split, inputs, train=False)
     except Exception:
         for fn in functions(split):
             fn.evaluates = False
@@ -156,16 +145,14 @@ def try_once(model: nn.Module, inputs: Any) -> None:
     try:
         try:
             with torch.no_grad():
-                _call(shell(model), clones(model), inputs)
+                _call_copy(model, inputs)
         except RuntimeError:  # perhaps the forward computes gradients itself
             with torch.enable_grad():
-                _call(shell(model), clones(model), inputs)
+                _call_copy(model, inputs)
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(
-            f"the model itself fails on the example: {type(error).__name__}: {error}"
-        ) from error
+        raise _fails(error) from error
     finally:
         for (name, get, put), state in zip(generators, states, strict=True):
             if str(get()) != str(state):
@@ -178,6 +165,10 @@ def try_once(model: nn.Module, inputs: Any) -> None:
         )
 
 
+def _fails(error: Exception) -> PlanError:
+    return PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}")
+
+
 def _faults(
     split: Split,
     expected: Any,
@@ -187,16 +178,17 @@ def _faults(
     before: Mapping[str, Tensor],
 ) -> list[str]:
     """Describe the outputs, gradients and buffers that differ."""
-    faults = _differences([("output", expected[0], actual[0])])
-    names = {**expected[1], **actual[1]}
+    (y, gradients), (actual_y, actual_gradients) = expected, actual
+    faults = _differences([("output", y, actual_y)])
     faults += _differences(
-        [(f"gradient of {name}", expected[1].get(name), actual[1].get(name)) for name in names]
+        [
+            (f"gradient of {name}", gradients.get(name), actual_gradients.get(name))
+            for name in {**gradients, **actual_gradients}
+        ]
     )
     for name, value in buffers.items():
-        copies = [tree[name] for tree in state if tree and name in tree] or [before[name]]
-        faults += [
-            fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])
-        ]
+        for copy in [tree[name] for tree in state if tree and name in tree] or [before[name]]:
+            faults += _differences([(f"buffer {name}", value, copy)])
     return faults
 
 
@@ -204,16 +196,22 @@ def other_inputs(inputs: Any, axes: Sequence[int | None]) -> Any:
     """Make inputs of the same kind with other numbers: rows rotated by one, floating numbers
     scaled."""
 
-    def changed(leaf: Any, axis: int | None) -> Any:
+    def other(leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
         dim = axis or 0
         turned = leaf.detach().roll(1, dim if leaf.shape[dim] > 1 else -1)
         return turned * 0.75 if leaf.is_floating_point() else turned
 
+    return _changed(inputs, axes, other)
+
+
+def _changed(
+    inputs: Any, axes: Sequence[int | None], change: Callable[[Any, int | None], Any]
+) -> Any:
+    """Pass each leaf of the inputs and its axis of rows through a function."""
     leaves, spec = flatten(as_call(inputs))
-    others = [changed(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    return as_input(*unflatten(spec, others))
+    return as_input(*unflatten(spec, map(change, leaves, axes)))
 
 
 def _eager(
@@ -270,6 +268,12 @@ def _copied(state: Any) -> tuple[Any, ...]:
     )
 
 
+def _call_copy(model: nn.Module, x: Any) -> Any:
+    """Call the model on copies of its tensors."""
+    tensors = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+    return _call(shell(model), tensors, x)
+
+
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
     args, kwargs = as_call(map_tensors(Tensor.clone, x))
     with seeded(x):
@@ -284,7 +288,7 @@ def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     If a module occurs twice, ``functional_call`` with both names of an attribute would restore a
     replaced tensor.
     """
-    first = first_names(all_tensors(module))
+    first = first_names(named_tensors(module, all_names=True))
     names = [
         f"{path}.{local}".lstrip(".")
         for path, layer in module.named_modules()
@@ -364,11 +368,10 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
             locations(expected, label), expected_leaves, leaves, strict=True
         ):
             if isinstance(expected_leaf, Tensor) and isinstance(leaf, Tensor):
+                pair = expected_leaf, leaf
                 # Few operations of torch take sparse tensors, such as gradients of embeddings.
-                sparse = expected_leaf.is_sparse or leaf.is_sparse
-                pair = (
-                    (expected_leaf.to_dense(), leaf.to_dense()) if sparse else (expected_leaf, leaf)
-                )
+                if expected_leaf.is_sparse or leaf.is_sparse:
+                    pair = expected_leaf.to_dense(), leaf.to_dense()
                 pairs.append((name, *pair))
             elif type(expected_leaf) is not type(leaf) or (
                 isinstance(expected_leaf, (int, float, str, bool)) and expected_leaf != leaf

@@ -175,7 +175,8 @@ class ModuleSnapshot:
         paths, modules = _named_layers(model)
         if paths != self.paths or not all(map(is_, modules, self.modules)):
             return False
-        return not self.attributes.has_changed() and self.tensors == _pattern(modules)
+        unchanged = next(self.attributes.changes(), None) is None
+        return unchanged and self.tensors == _pattern(modules)
 
 
 def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:

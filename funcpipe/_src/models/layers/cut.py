@@ -20,9 +20,8 @@ from funcpipe._src.models.layers.find import TRACED, Layers, find_layers
 from funcpipe._src.models.layers.look import asks_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
 from funcpipe._src.models.layers.stage import INPUTS, LayersFn
-from funcpipe._src.models.module import Skeleton, devices_fault, named_tensors, refuse_lazy
+from funcpipe._src.models.module import Skeleton, devices_fault, named_tensors
 from funcpipe._src.models.norms.batchnorm import CommitLayers
-from funcpipe._src.models.shared_memory import refuse_shared_memory
 from funcpipe._src.models.skippable import skips_of
 
 
@@ -59,8 +58,6 @@ def cut_layers(
     Raises:
         PlanError: sizes or model do not fit. The message lists all faults.
     """
-    refuse_lazy(model)
-    refuse_shared_memory(model)
     skips = skips_of(model)
     stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
     counts: list[int] = []

@@ -26,7 +26,7 @@ from funcpipe._src.core.tree import Spec, flatten, is_differentiable, paths, unf
 from funcpipe._src.core.words import similar
 from funcpipe._src.models.configs import without_cache
 from funcpipe._src.models.copying import copied
-from funcpipe._src.models.module import all_tensors, first_names
+from funcpipe._src.models.module import first_names, named_tensors
 from funcpipe._src.models.norms.batchnorm import Running
 from funcpipe._src.models.norms.norm_layers import is_deferrable, without_processes
 from funcpipe._src.models.traced import custom_functions
@@ -165,7 +165,7 @@ def capture(
             f"{type(model).__name__} overrides __call__, but a trace follows forward alone; move "
             "the code into forward, or call the model in the forward of another module"
         )
-    canonical = first_names(all_tensors(model))
+    canonical = first_names(named_tensors(model, all_names=True))
     commits = _commits(model, commit or {}, canonical)
     copy = shell(model)
     opened = _open_norms(copy)
