@@ -92,16 +92,12 @@ def _computes_from_old(earlier: list[dis.Instruction], name: str) -> bool:
 
 
 def _is_written_into(following: list[dis.Instruction]) -> bool:
-    """Return whether the code may write into a container that it just loaded.
-
-    Examples are ``self.seen[key] = y`` and ``self.seen.pop(key)``.
-    """
+    """Return whether the code may write into a container that it just loaded: ``c[k] = y``."""
     return _calls(following, _CHANGES) or any(step.opname == "STORE_SUBSCR" for step in following)
 
 
 def _is_filled(following: list[dis.Instruction]) -> bool:
-    """Return whether the code writes into a container that it just loaded, and surely reads nothing
-    from it."""
+    """Return whether the code writes into a container that it just loaded, without a read."""
     # The key must be one loaded value: an expression may read the container itself.
     stores = (
         len(following) > 1
@@ -120,8 +116,7 @@ def _calls(following: list[dis.Instruction], methods: frozenset[str]) -> bool:
 
 
 def _reachable(kind: type) -> Iterator[CodeType]:
-    """Yield the code of a class's forward, of the methods that the forward names, and of inner
-    functions."""
+    """Yield the code of a forward, of the methods that it names, and of inner functions."""
     todo: list[Any] = [getattr(kind, "forward", None)]
     seen: set[CodeType] = set()
     while todo:

@@ -302,8 +302,7 @@ class ModuleAttributes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
     def _counts(self, table: _Noted, key: Any, old: Any, new: Any) -> bool:
-        """Return whether a changed attribute is a setting, not a value that a forward leaves for
-        others to read."""
+        """Return whether a changed attribute is a setting, not a value that a forward leaves."""
         if table.name:
             return self.all_names or not (
                 key in table.uses.written or (key in _FILLED_IN and old is None)

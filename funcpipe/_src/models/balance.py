@@ -94,8 +94,7 @@ class _PartCost(NamedTuple):
 
 
 class _BalanceProblem(NamedTuple):
-    """The problem of `balance`: for each part its options, speed and limit, and the time of each
-    border."""
+    """For each part its options, speed and limit, and the time of each border."""
 
     options: Sequence[Sequence[_PartCost]]
     speeds: Sequence[float]
@@ -103,10 +102,7 @@ class _BalanceProblem(NamedTuple):
     comm: Sequence[float]
 
     def times(self, part: int, starts: Tensor) -> Tensor:
-        """The time of a part for each start and each end, [len(starts), layers + 1].
-
-        Infinite where the part would have no layer, or no option fits the limit.
-        """
+        """The time of a part for each start and each end, or inf; [len(starts), layers + 1]."""
         comm = torch.tensor(self.comm, dtype=torch.float64)
         best = comm.new_full((len(starts), len(comm)), inf)
         for option in self.options[part]:
@@ -207,13 +203,9 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
-    """Return the number of layers of each stage as ints, after a check.
+    """Return the number of layers of each stage as ints. Raises PlanError if they do not fit.
 
-    Each stage needs at least one layer, and the sizes must sum to ``total``. ``noun`` names the
-    divided things in messages.
-
-    Raises:
-        PlanError: the sizes do not fit, or there are not ``num_stages`` of them.
+    ``noun`` names the divided things in messages.
     """
     try:
         counts = [index(size) for size in sizes]
@@ -306,8 +298,7 @@ def _problem(
 
 
 def checked_numbers(faults: list[str], name: str, value: Any, length: int) -> list[float]:
-    """Return one number for each of several parts; one number stands for all. Adds to the
-    faults."""
+    """Return one number for each of several parts, of one for all or a list."""
     values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
     if len(values) != length:
         faults.append(f"{name} has {len(values)} numbers, not {length}")
@@ -351,10 +342,7 @@ def _best_ends(problem: _BalanceProblem) -> list[int] | None:
 
 
 def _limit_message(problem: _BalanceProblem, remat: Any) -> str:
-    """The message for a limit that nothing fits.
-
-    The same program finds the smallest limit: it balances memory in place of work.
-    """
+    """The message for a limit that nothing fits, with the least limit that does."""
     limits, count = problem.limits, len(problem.limits)
     alike = len(set(limits)) == 1
     # With limits as speeds, the bottleneck is the factor by which the limits are too small.

@@ -10,10 +10,7 @@ from funcpipe._src.core.torch_names import forward_hooks_of
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model and of its parts, each once.
-
-    They are found by attribute, because the code of the model reads them in this way.
-    """
+    """Return the configurations of a model and of its parts, each once."""
     by_id: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -29,10 +26,7 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def without_cache(copy: nn.Module, model: nn.Module) -> None:
-    """Turn off the key-value cache of a model's copy.
-
-    Configurations that the copy shares with the model do not change.
-    """
+    """Turn off the key-value cache of a model's copy, in configurations of its own."""
     shared = set(map(id, configs(model)))
     for config in configs(copy):
         if id(config) not in shared and getattr(config, "use_cache", False):
@@ -42,9 +36,8 @@ def without_cache(copy: nn.Module, model: nn.Module) -> None:
 def without_capture_hooks(copy: nn.Module) -> None:
     """Remove the hooks by which transformers collects outputs.
 
-    transformers adds these hooks in the first call that needs them. Without the hooks, the cut of a
-    model does not depend on earlier calls. A forward of the copy adds the hooks again where it
-    needs them.
+    transformers adds them in the first call that needs them, so the cut of a model would depend on
+    earlier calls. A forward of the copy adds them again where it needs them.
     """
     for module in copy.modules():
         if vars(module).pop("_output_capturing_hooks_installed", False):

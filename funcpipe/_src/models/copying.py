@@ -25,11 +25,8 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
 
     ``deepcopy`` shares functions between copy and original. An attribute such as ``layer.forward =
     torch.compile(layer.forward)``, or a closure over the layer, would call the original. So the
-    copy gets the same function, bound to the copy. Functions made by torch.compile are replaced by
-    the functions given to torch.compile.
-
-    Raises:
-        PlanError: an attribute calls the original in a way that cannot be copied.
+    copy gets the same function, bound to the copy, and without torch.compile. Raises PlanError for
+    an attribute that calls the original in another way.
     """
     # deepcopy uses the entries of memo in place of copies, so tensors are replaced, not copied.
     memo: dict[int, Any] = dict(tensors)
@@ -109,8 +106,7 @@ def _as_written(value: Any) -> Any:
 
 
 def _reaches(value: Any, originals: dict[int, nn.Module], seen: set[int]) -> bool:
-    """Return whether a call of a value can reach one of these modules, by its binding or its
-    closure."""
+    """Return whether a call of a value can reach one of these modules."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -144,8 +140,7 @@ def _is_full(cell: CellType) -> bool:
 def copied(
     module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> nn.Module:
-    """Copy a module's structure around its tensors, each passed through ``change``. Raises
-    PlanError."""
+    """Copy a module's structure around its tensors, each passed through ``change``."""
     tensors = [*module.parameters(), *module.buffers()]
     try:
         return copied_around(module, {id(tensor): change(tensor) for tensor in tensors})

@@ -25,8 +25,7 @@ Counter = Callable[[Mapping[str, Any]], Any]
 
 
 class Labels:
-    """The number of labels of a microbatch that a model's own loss counts, from the model's
-    inputs."""
+    """The number of labels of a microbatch that a model's own loss counts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name, self.names = (
@@ -36,11 +35,9 @@ class Labels:
         self.counter = counter(model)
 
     def __call__(self, inputs: Tree) -> Any:
-        """Return the number of labels that count. None: microbatches count by rows.
+        """Return the number of labels that count in these inputs. None: microbatches count by rows.
 
-        Raises:
-            BatchError: the inputs contain ignored labels, but the divisor of the model's loss is
-                unknown; or they contain ``num_items_in_batch``.
+        Raises BatchError if the inputs contain ignored labels, but the loss's divisor is unknown.
         """
         args, kwargs = as_call(inputs)
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -72,8 +69,7 @@ def counter(model: Any) -> Counter | None:
     """Find the function that counts the labels of a model's own loss. None: the divisor is unknown.
 
     The loss of a transformers model is ``model.loss_function`` of the labels, or a cross entropy in
-    its forward. The source of the forward tells which. If the forward does anything else with the
-    labels, the divisor is unknown.
+    its forward. The source of the forward tells which.
     """
     base: Any = getattr(model, "get_base_model", None)
     if callable(base) and not getattr(
@@ -124,8 +120,7 @@ def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
-    """How a forward computes its loss from unchanged ``labels``: "function", "cross entropy", or
-    "" otherwise."""
+    """How a forward computes its loss of ``labels``: "function", "cross entropy", or ""."""
     nodes = syntax_of(forward)
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels"]
     written = [name for name in names if isinstance(name.ctx, ast.Store)]

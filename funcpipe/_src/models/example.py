@@ -35,15 +35,10 @@ def unmarked(example: Tree) -> Tree:
 
 
 def row_axes(example: Tree) -> list[int | None]:
-    """Return the axis of rows for each leaf of a forward's (args, kwargs). None: the leaf has no
-    rows.
+    """Return the axis of rows for each leaf of a forward's (args, kwargs), or None.
 
     The first tensor that is not replicated determines the number of rows. Tensors without a mark
     have rows along axis 0 if that axis has this length.
-
-    Raises:
-        BatchError: a tensor does not have the axis of its `Axis` mark, or has another number of
-            rows along it.
     """
     marked = map_leaves(
         lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf,

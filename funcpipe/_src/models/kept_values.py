@@ -28,10 +28,6 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
         left: the numbers that the earlier run left, by place. Updated with the numbers of this run.
         changes: the attributes that this run changed on its copy.
         who: the class of the module.
-
-    Raises:
-        PlanError: a number differs from the module's own, or from the number that the earlier run
-            left; or a count that the forward uses has changed.
     """
     for change in changes:
         # Written before it is read: no old value reaches a later call.
@@ -73,8 +69,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Return whether two values are different numbers of one kind. Tensors of another shape
-    count as other tables, not as changes."""
+    """Return whether two values are different numbers of one kind and shape."""
     if isinstance(old, float) and isinstance(new, float):
         return old != new
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):

@@ -50,8 +50,7 @@ class ModelLoss:
         return self.labels is not None and getattr(self.labels, "counter", None) is not None
 
     def weigh(self, inputs: Any, target: Any) -> Any:
-        """The weight of a microbatch: the number of labels that the model's loss averages over.
-        None: its rows."""
+        """The number of labels that the model's loss averages over. None: rows count."""
         return None if self.labels is None else self.labels(inputs)
 
     def find(self, y: Any) -> Any:
@@ -67,8 +66,7 @@ class ModelLoss:
 
 
 def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
-    """Turn the argument of ``split(loss=)`` into the loss of a plan. Raises PlanError for
-    another type."""
+    """Turn the argument of ``split(loss=)`` into the loss of a plan."""
     if isinstance(loss, (str, int)):
         loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
     if loss is None or isinstance(loss, tuple):

@@ -144,8 +144,7 @@ def stage_of(
 
 
 def unfit(module: nn.Module) -> list[str]:
-    """List the reasons why a module cannot be a stage: layers that share parameters with other
-    processes, and TorchScript."""
+    """List the reasons why a module cannot be a stage: it shares parameters, or is TorchScript."""
     library = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
     kinds = (
@@ -223,19 +222,15 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class Skeleton:
-    """A copy of a module without its numbers.
-
-    A skeleton never runs, so several stages can share it. `ModuleCopy` runs.
+    """A copy of a module without its numbers. It never runs, so several stages can share it.
 
     Attributes:
-        module: the copy.
         canonical: maps each name of a parameter or buffer to the first name of the same tensor.
         shapes: the shapes of the tensors, by these first names.
         buffers: all names of buffers.
         norms: for the path of each layer with deferred statistics, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
         evaluation: whether all layers stay in evaluation mode.
-        origin: the recorded attributes of the original model. None: runs do not compare them.
     """
 
     def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
@@ -286,8 +281,7 @@ class PartFn(Bindable):
         return stage, params, state or ()
 
     def check(self, params: Any, state: Any) -> None:
-        """Raise PlanError if parameters and buffers are not exactly the part's, by name, kind
-        and shape."""
+        """Raise PlanError if tensors are not exactly the part's, by name, kind and shape."""
         faults: list[str] = []
         for kind, tree, expected in (
             ("params", params, self.param_shapes),
@@ -365,8 +359,7 @@ class ModuleFn(PartFn):
         return self.copy().install(params, extras.get("state", ()))(x, **extras)
 
     def bind(self, params: Params, state: State) -> ModuleCopy:
-        """Take an idle copy, or make one, and give it these tensors; `give_back` makes it idle
-        again."""
+        """Give these tensors to an idle copy, or to a new one."""
         try:
             # pop and append of a list are atomic under the GIL, so several lanes need no lock.
             idle = self._idle.pop()
@@ -487,11 +480,9 @@ class ModuleCopy:
         return y, {name: store[key] for name, key in stashed.items() if key in store}
 
     def _run_checked(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """Do `_run` for the first time in a mode, and compare the numbers of buffers before and
-        after.
+        """Do `_run` for the first time in a mode, and compare the numbers of buffers.
 
-        A write through ``.data`` or numpy does not change a tensor's version, so versions alone do
-        not show it.
+        A write through ``.data`` or numpy does not change a tensor's version.
         """
         buffers = {key: buffer for (_, _, key), buffer in self.buffers}
         result, comparable = looked_at(

@@ -37,8 +37,7 @@ def check_carry(module: nn.Module, carry: str, feeds: Sequence[str]) -> None:
 
 
 def carry_apart(returned: Any, carry: str, who: str) -> Any:
-    """Separate the carry from a forward's output. Raises PlanError if the forward did not return
-    two values."""
+    """Separate the carry from a forward's output."""
     if not carry:
         return returned
     if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != 2:

@@ -270,10 +270,7 @@ def _choice(
 
 
 class _Candidate(NamedTuple):
-    """A partition on a placement, with the result of a short search.
-
-    ``over`` is the memory that it lacks.
-    """
+    """A partition on a placement, with a short search; ``over`` is the memory that it lacks."""
 
     tried: Tried
     cost: Cost
@@ -294,8 +291,7 @@ def _rank(candidate: _Candidate) -> tuple[float, float]:
 def _counts(
     cost: Any, num_devices: Any, num_microbatches: Any, stages_per_device: Any
 ) -> tuple[dict[int, Cost], tuple[int, ...]]:
-    """Check the arguments. Returns the layers' cost for each number of microbatches, and the
-    numbers of stages per device."""
+    """Return the cost for each number of microbatches, and the numbers of stages per device."""
     faults: list[str] = []
 
     def numbers(name: str, value: Any) -> tuple[int, ...]:
@@ -420,8 +416,7 @@ def _num_layers(layers: Cost) -> int:
 
 
 def _cuts(case: _Case, stages: int, shape: str) -> Iterator[Sequence[int]]:
-    """Partitions to start from: equal in time, and under a memory limit also equal in memory or
-    within the limit."""
+    """Partitions to start from: equal in time, equal in memory, or within the limit."""
     layers, count, limits, weights, *_ = case
     times = [
         layers.of(Kind.F, layer)

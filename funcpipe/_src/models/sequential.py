@@ -75,17 +75,11 @@ class Unit(NamedTuple):
 def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Module]]:
     """List the layers of a Sequential that stages can consist of, with their paths.
 
+    ``flat`` counts the layers of nested Sequentials instead of the nested Sequentials.
+
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Tanh()))
     >>> [path for path, _ in units_of(model)], [path for path, _ in units_of(model, flat=True)]
     (['0', '1'], ['0', '1.0', '1.1'])
-
-    Args:
-        module: an ``nn.Sequential`` or `PipeSequential`.
-        flat: True: count the layers of nested Sequentials. False: count a nested Sequential as one
-            layer.
-
-    Raises:
-        PlanError: the module is not a Sequential, or its call does more than call its layers.
     """
     return [(path, layer) for path, layer, _ in _units(module, flat)]
 
@@ -98,7 +92,7 @@ def cut_sequential(
     deferred: bool = True,
     origin: bool = True,
 ) -> tuple[tuple[Stage, Params, State], ...]:
-    """Cut a Sequential into stages of neighbouring layers.
+    """Cut a Sequential into stages of neighbouring layers, each with params and state.
 
     Parameters and state keep the model's own names, and layers keep their own random numbers,
     whatever the sizes. A tuple between two layers is spread if the Sequential is a
@@ -113,18 +107,10 @@ def cut_sequential(
 
     Args:
         module: a whole model, an ``nn.Sequential`` or `PipeSequential`.
-        sizes: the number of layers of each stage. All are positive, and they sum to the number of
-            `units_of` the module.
-        flat: True: count the layers of nested Sequentials.
+        sizes: the number of `units_of` the module in each stage.
+        flat: as in `units_of`.
         deferred: as in `from_module`.
         origin: True: `run` raises PlanError after the module's attributes have changed.
-
-    Returns:
-        For each stage: the stage, named by its layers, its parameters and its state.
-
-    Raises:
-        PlanError: sizes and layers do not fit, stashes and pops do not match, or a layer cannot be
-            in a stage.
     """
     units = _units(module, flat)
     counts = checked_sizes(sizes, len(units), "layers")
@@ -190,8 +176,7 @@ class SequentialPart(nn.Module):
 
 
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
-    """The units of a Sequential. Raises PlanError if the module does more than call its layers
-    in order."""
+    """The units of a Sequential. Raises PlanError if it does more than call its layers in order."""
     if not is_row(module):
         reason = (
             "its class overrides forward or __call__ of nn.Sequential or fp.models.PipeSequential"
@@ -250,8 +235,7 @@ def _has_tensors(layer: nn.Module) -> bool:
 
 
 def _refuse_shared_norms(units: Sequence[Unit]) -> None:
-    """Raise PlanError if two units contain the same batch norm layer: its statistics would be
-    kept twice."""
+    """Raise PlanError if two units contain one batch norm layer: two would keep its statistics."""
     places: dict[int, dict[str, str]] = {}
     for unit in units:
         for path, layer in unit.module.named_modules():

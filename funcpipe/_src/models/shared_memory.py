@@ -38,8 +38,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Return the number of a tensor's storage, and the first byte and the end of the tensor in it;
-    None without memory."""
+    """Return the number of a tensor's storage, and its first byte and its end there, or None."""
     if (
         not has_numbers(tensor)
         or nn.parameter.is_lazy(tensor)

@@ -25,8 +25,7 @@ NOTHING_SHARED: Mapping[str, str] = {}
 def shared_places(own: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the places of objects in some layers that other layers share, with the other layer.
 
-    Args:
-        own, others: layers by their paths. A layer that is in both is compared with all others.
+    A layer that is in both arguments is compared with all others.
     """
     found: dict[int, dict[str, str]] = {}
     for path, layer in {**others, **own}.items():
@@ -69,18 +68,10 @@ def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 def refuse_left_activations(
     layers: Mapping[str, nn.Module], shared: Mapping[str, str], remedy: str = ""
 ) -> Generator[None]:
-    """Return a context for a forward, which refuses values that it leaves in shared objects.
+    """Return a context for a forward, which raises PlanError if it leaves values in shared objects.
 
     Only tensors with a graph count: tables and masks that a layer computes once are the same in
-    every copy.
-
-    Args:
-        layers: the layers of the stage's copy, by path.
-        shared: the places of `shared_places`.
-        remedy: a further remedy, for the error.
-
-    Raises:
-        PlanError: names the place and the other layer.
+    every copy. ``shared`` is of `shared_places`, and ``remedy`` is added to the message.
     """
     objects = {
         place: value
@@ -102,8 +93,7 @@ def refuse_left_activations(
 
 
 def _table(value: Any) -> Mapping[Any, Any]:
-    """Return the contents of an object; of a module, the attributes that its own forward does not
-    write."""
+    """Return the contents of an object; of a module, the attributes that its forward only reads."""
     if not isinstance(value, nn.Module):
         return contents_of(value)
     written = uses_of(type(value)).written

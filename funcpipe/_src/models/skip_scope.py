@@ -79,8 +79,7 @@ _OPEN: ContextVar[Store | None] = ContextVar("funcpipe_skips", default=None)
 
 
 class carrying:
-    """A context in which layers on this thread stash into and pop from one store, for one call
-    of a stage."""
+    """A context in which layers on this thread stash into and pop from one store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

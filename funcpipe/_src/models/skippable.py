@@ -195,8 +195,7 @@ def _watch_subclasses(cls: type[nn.Module]) -> None:
 def _isolate(
     self: nn.Module, ns: Namespace | None, *, only: str | Iterable[str] | None = None
 ) -> nn.Module:
-    """Put the skips of this module, or those in ``only``, into a namespace. The last call
-    counts. Returns the module."""
+    """Put the skips of this module, or those in ``only``, into a namespace."""
     if ns is not None and not isinstance(ns, Namespace):
         raise PlanError(
             f"isolate takes a namespace; got {ns!r}. Make one with fp.models.Namespace() or "
@@ -226,8 +225,7 @@ def _key(layer: nn.Module, name: str) -> Key:
 
 
 class _LayerCall:
-    """One call of a skippable layer: executes the commands of its forward and compares them with
-    the declaration."""
+    """One call of a skippable layer, which compares the commands with the declaration."""
 
     def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
         self.layer, self.declared, self.store = layer, declared, store
@@ -296,8 +294,7 @@ class _LayerCall:
         )
 
     def finish(self, result: Any) -> Any:
-        """Return the layer's output. Raises PlanError if the forward did not stash and pop all
-        declared names."""
+        """Return the layer's output, once the forward did all that it declares."""
         if isinstance(result, Out):
             for name, value in result.stash.items():
                 self.stash(name, value)
@@ -351,13 +348,7 @@ class Skips(NamedTuple):
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     """Collect the stashes and pops of a module's layers at any depth, in the order of registration.
 
-    Args:
-        module: any module.
-        whole: True: the module is a whole model, so each stash needs a pop inside and each pop a
-            stash.
-
-    Raises:
-        PlanError: lists all faults of the declarations.
+    Raises PlanError for all faults. ``whole``: each stash needs a pop inside, and the reverse.
     """
     stashes: dict[Key, str] = {}
     pops: list[tuple[Key, str]] = []
@@ -414,8 +405,7 @@ def _layer(path: str, layer: nn.Module) -> str:
 
 
 def _before(module: nn.Module, first: str, second: str) -> bool:
-    """Whether one layer certainly runs before another: the innermost module that contains both
-    is a Sequential."""
+    """Whether one layer surely runs before another: a Sequential is innermost around both."""
     a, b = first.split("."), second.split(".")
     depth = next(
         (i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None

@@ -188,8 +188,7 @@ class _CutArguments(NamedTuple):
         return not self.at and self.balance is None
 
     def check(self) -> None:
-        """Raise PlanError for a wrong argument, or for several arguments that determine the
-        cuts."""
+        """Raise PlanError for a wrong argument, or for several that determine the cuts."""
         count = self.num_stages
         faults: list[str] = []
         if count is not None and (
@@ -215,10 +214,7 @@ class _CutArguments(NamedTuple):
         raise_all("split cannot determine the cuts:", faults)
 
     def sizes(self, units: Units, joining: Sequence[str] = ()) -> list[int]:
-        """Return the number of units of each stage, from names, sizes or a policy.
-
-        Raises PlanError, which names buffers in ``joining`` as a reason for few units.
-        """
+        """Return the number of units of each stage. ``joining``: buffers that leave few units."""
         count = self.num_stages
         if self.at:
             return _sizes_by_names(units, self.at, count)
@@ -391,11 +387,8 @@ def _module_units(
     before: Sequence[nn.Module] = (),
     after: Sequence[nn.Module] = (),
 ) -> Units:
-    """Describe modules as units for a policy.
-
-    Modules that run before the first unit count as part of it; modules after the last unit count as
-    part of the last.
-    """
+    """Describe modules as units for a policy. The first and the last unit include the modules
+    before and after."""
     counted: set[int] = set()
     rows: list[list[nn.Module]] = [[module] for _, module in named]
     rows[0][:0] = before
@@ -456,8 +449,7 @@ def _check_model(model: Any) -> None:
 
 
 def _unregistered_parameters(model: nn.Module, known: set[int]) -> list[str]:
-    """List parameters in plain lists and dicts: the model does not register them, so no
-    optimizer would train them."""
+    """List parameters in plain lists and dicts, which no optimizer would train."""
     faults: list[str] = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():

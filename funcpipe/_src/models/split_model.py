@@ -315,11 +315,7 @@ def assemble(
     loss: Any = None,
     edges: Sequence[CutEdge] = (),
 ) -> Split:
-    """Make the `Split` of stages that were cut from a model.
-
-    Raises:
-        PlanError: ``ties`` names a parameter that is not tied, or an unknown mode.
-    """
+    """Make the `Split` of stages that were cut from a model."""
     stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
     homes = _homes(model, params, state)
     tied = groups(params)
@@ -354,8 +350,7 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
 
 
 def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
-    """A new tensor like ``old`` with these values. If ``old`` appears several times, the new
-    tensor is shared too."""
+    """A new tensor like ``old`` with these values, one for all places of ``old``."""
     new = loaded.get(id(old))
     if new is None:
         new = torch.empty_like(old.detach())

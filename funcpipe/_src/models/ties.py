@@ -49,8 +49,7 @@ class Home:
 
 
 def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
-    """Group the parameters that several stages contain, by identity, in the form for
-    ``make_plan(ties=)``."""
+    """Group the parameters that several stages contain, in the form for ``make_plan(ties=)``."""
     holders: dict[int, list[tuple[int, Any]]] = {}
     for stage, tree in enumerate(params):
         for key, tensor in tree.items():
@@ -79,17 +78,8 @@ def transmit(
     """Make the ties that travel: the first stage of a group owns the parameter and stashes it, the
     others pop it.
 
-    Args:
-        stages, params: the stages and their parameters.
-        ties: the groups of tied parameters.
-        how: "replicate" or "transmit" for all, or a dict by any name of a group; "replicate" for
-            groups without an entry.
-
-    Returns:
-        Stages, params, and the groups that are still replicated.
-
-    Raises:
-        PlanError: an unknown mode, or a name that is not tied.
+    ``how`` is "replicate" or "transmit" for all, or a dict by any name of a group. Returns stages,
+    params, and the groups that are still replicated.
     """
     trees = [dict(tree) for tree in params]
     replicated: list[Any] = []

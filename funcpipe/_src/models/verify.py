@@ -83,8 +83,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool = True) -
 
 
 def _try_one_row(model: nn.Module, split: Split, inputs: Any) -> None:
-    """Compare stages and model on one row. If they differ, the stages refuse one row from now
-    on."""
+    """Compare stages and model on one row. If they differ, the stages refuse one row."""
     signature = functions(split)[0].signature
     rows = [guard.rows for guard in signature.guards]
     if all(axis is None for axis in rows):
@@ -112,8 +111,7 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any) -> None:
 
 
 def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
-    """Compare traced stages and model in evaluation mode. If they differ, the stages refuse that
-    mode."""
+    """Compare stages and model in evaluation mode. If they differ, the stages refuse that mode."""
     for fn in functions(split):
         fn.evaluates = True
     try:
@@ -129,12 +127,9 @@ def functions(split: Split) -> list[GraphFn]:
 
 
 def try_once(model: nn.Module, inputs: Any) -> None:
-    """Run the model on the example before the trace.
+    """Run the model on the example before the trace, so that its cached tables are numbers.
 
-    So the model's caches (tables, masks) are computed from numbers, not traced.
-
-    Raises:
-        PlanError: the model fails on the example, or draws with generators that are not torch's.
+    Raises PlanError if the model fails, or draws with generators that are not torch's.
     """
     generators = [("random", random.getstate, random.setstate)]
     if "numpy" in sys.modules:
@@ -300,10 +295,7 @@ def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 @contextmanager
 def seeded(x: Any) -> Generator[None]:
-    """A context with the same random numbers each time on the devices of these inputs.
-
-    Afterwards torch's generators have their earlier states.
-    """
+    """A context with the same random numbers each time, which restores torch's generators."""
     found = {
         leaf.device
         for leaf in flatten(x)[0]
@@ -349,8 +341,7 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     """List the trees that differ by more than rounding.
 
-    Rounding is relative to a tensor's largest number, or to 1e-3 of the largest number of all
-    tensors.
+    Rounding is relative to a tensor's largest number, or to 1e-3 of the largest of all tensors.
     """
     faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
@@ -387,8 +378,7 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _difference(actual: Tensor, expected: Tensor, allowed: float) -> str:
-    """How a tensor differs from the model's, floating numbers by more than ``allowed``; "" if it
-    does not."""
+    """How a tensor differs from the model's, by more than ``allowed``; "" if it does not."""
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return (
             f"is {actual.dtype} {tuple(actual.shape)}, the model's {expected.dtype} "

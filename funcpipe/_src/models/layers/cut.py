@@ -45,18 +45,13 @@ def cut_layers(
     [('[0:1]', ['0.bias', '0.weight']), ('[1:3]', ['1.bias', '1.weight', '2.bias', '2.weight'])]
 
     Args:
-        model: a model on one device, or as a whole on meta.
+        model: a model on one device, or as a whole on meta, that `split` has checked.
         sizes: the number of blocks of each stage.
         layers: the result of `find_layers`, or the path of the list.
         slices: whether the stages can run slices of a sequence; see `split`.
 
     Returns:
-        For each stage: the stage, the model's own parameters by the model's names, and copies of
-            its buffers (() for none). A parameter that several stages need is in each of them; tie
-            them.
-
-    Raises:
-        PlanError: sizes or model do not fit. The message lists all faults.
+        Each stage with its params and state. Tie the parameters that several stages have.
     """
     skips = skips_of(model)
     stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
@@ -114,8 +109,7 @@ def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
 
 
 def _configured(model: nn.Module) -> list[str]:
-    """List faults of the model's configurations: settings that collect or draw across all
-    blocks."""
+    """List settings of the model's configurations that collect or draw across all blocks."""
     faults: list[str] = []
     for config in configs(model):
         for name, value in vars(config).items():

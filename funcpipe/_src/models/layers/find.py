@@ -126,8 +126,7 @@ def find_layers(
 
 
 def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
-    """Read the pipeline plan of a transformers model: path -> names of its inputs and of its
-    outputs."""
+    """Read the pipeline plan of a transformers model: path -> names of its inputs and outputs."""
     plan, prefix = getattr(model, "_pp_plan", None), ""
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
@@ -143,8 +142,7 @@ def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
-    """Return the path of the list of blocks. Raises PlanError, with the candidates, for none or
-    several."""
+    """Return the path of the list of blocks. Raises PlanError for none or several."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PlanError(
@@ -209,8 +207,7 @@ def _sides(
     entry: Sequence[str],
     exit: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules with parameters before and after the blocks, from the caller, the plan, the
-    source, or their order."""
+    """The modules with parameters before and after the blocks."""
     gives = plan[path][1] if path in plan else set[str]()
     before, after = list(entry), list(exit)
     outer = ""
@@ -240,11 +237,7 @@ def _sides(
 
 def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
     """Find which children a forward's source uses before its use of the child with the stack, and
-    which after.
-
-    Returns {} where there is no source, or where the source does not name that child. The caller
-    then uses the order of registration.
-    """
+    which after; {} without such a source."""
     source = next(
         (node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None
     )
@@ -301,8 +294,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    """Return whether a module is at a path of children. Attributes do not count, because wrappers
-    forward them."""
+    """Return whether a module is at a path of children. Wrappers forward attributes."""
     module: nn.Module | None = model
     for step in path.split(".") if path else ():
         module = None if module is None else children_of(module).get(step)

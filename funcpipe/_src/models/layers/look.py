@@ -54,8 +54,7 @@ def arguments_for_all_blocks(
 
 
 class SideOutputs(WatchingMode):
-    """A dispatch mode that follows tensors that blocks pass on beside their output, through all
-    operations.
+    """A dispatch mode that follows tensors that blocks pass on beside their output.
 
     A tensor is followed if a block made it or got it, or if an operation computed it from a
     followed tensor. Outputs of blocks are not followed: copies replace them. Numbers that a block

@@ -26,13 +26,7 @@ _NAMES = ("cache", "past_key_values")
 
 
 class SliceCaches:
-    """Makes the caches for a model's forwards, and reads the keys and values from them.
-
-    Attributes:
-        who: the model's class.
-        names: the arguments of the forward.
-        argument: the argument that takes the cache.
-    """
+    """Makes the caches for a model's forwards, and reads the keys and values from them."""
 
     def __init__(self, model: nn.Module, blocks: int) -> None:
         self.who, self.blocks = type(model).__name__, blocks
@@ -77,13 +71,8 @@ class SliceCaches:
         blank: Callable[[Tensor], Tensor],
     ) -> dict[str, Any]:
         """Return the arguments of a forward, by name, with a cache of the carried keys and values.
-        Raises PlanError.
 
-        Args:
-            args, kwargs: the arguments of the model's forward.
-            carry: the carry of the previous slice. None: this is the first slice.
-            first: the stage's first block.
-            blank: makes a stand-in of the shape of a tensor.
+        ``first`` is the stage's first block; ``blank`` makes a stand-in of the shape of a tensor.
         """
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if arguments.get(self.argument) is not None:
@@ -127,8 +116,7 @@ class SliceCaches:
         return arguments
 
     def carry(self, arguments: dict[str, Any], first: int, last: int) -> Tree:
-        """Return the carry for the next slice, from the stage's blocks. Raises PlanError if the
-        cache lacks them."""
+        """Return the carry for the next slice, from the stage's blocks."""
         layers = arguments[self.argument].layers[first:last]
         if len(layers) < last - first or not all(layer.is_initialized for layer in layers):
             raise PlanError(
@@ -166,8 +154,7 @@ class SliceCaches:
 
 
 def _classes() -> Any:
-    """The cache classes of transformers. A transformers model implies that the library is
-    installed."""
+    """The cache classes of transformers, which a transformers model implies."""
     return import_module("transformers.cache_utils")
 
 

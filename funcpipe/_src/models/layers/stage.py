@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.frames import REGIONS, frames
-from funcpipe._src.core.torch_names import hooks_of
+from funcpipe._src.core.torch_names import drop_hooks, hooks_of
 from funcpipe._src.core.tree import (
     Tree,
     cow_clone,
@@ -36,7 +36,6 @@ from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.layers.find import TRACED, Layers, within
 from funcpipe._src.models.layers.look import SideOutputs, arguments_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
-from funcpipe._src.models.layers.stub import Leave, intercept, outer_paths, stub
 from funcpipe._src.models.layers.unknown import (
     UnknownValueError,
     first_unknown,
@@ -51,6 +50,13 @@ from funcpipe._src.models.traced.signature import as_call
 
 INPUTS = "inputs"
 """The skip in which the model's inputs travel from the first stage to all other stages."""
+
+
+class _Leave(BaseException):
+    """Ends a forward after the stage's last block, with what the block returned."""
+
+    def __init__(self, out: Tree) -> None:
+        self.out = out
 
 
 class LayersFn(ModuleFn):
@@ -93,8 +99,7 @@ class LayersFn(ModuleFn):
 
     @property
     def sliceable(self) -> bool:
-        """Whether the stage can run slices. A transformers model attends to its whole input, so
-        it needs caches."""
+        """Whether the stage can run slices: a transformers model needs caches for them."""
         library: Any = sys.modules.get("transformers")
         return (
             self.caches is not None
@@ -103,11 +108,9 @@ class LayersFn(ModuleFn):
         )
 
     def _has_tensor(self, alias: str, *, table: bool) -> bool:
-        """Whether the stage has a tensor of its blocks, of its end of the model, or of modules that
-        all stages run.
+        """Whether the stage has a tensor of its blocks, of its end, or of other modules.
 
-        Every stage has the integer tables and masks of both ends, because they are small and
-        forwards read them from outside.
+        Every stage has the integer tables and masks of both ends, which forwards read.
         """
         cut = self.cut
         prefix = f"{cut.path}." if cut.path else ""
@@ -135,8 +138,7 @@ class LayersFn(ModuleFn):
         )
 
     def layers(self) -> list[str]:
-        """The paths of the modules that only this stage runs. Shared modules would give two
-        stages the same name and draws."""
+        """The paths of the modules that only this stage runs: they are the keys of draws."""
         roots = self._roots()
         return [path for path in super().layers() if any(within(path, root) for root in roots)]
 
@@ -166,7 +168,10 @@ class LayersCopy(ModuleCopy):
         self.is_first_call = False  # the first in this mode, over all copies
         # Follows tensors that blocks pass on beside their output, in a checked call.
         self.side_outputs: SideOutputs | None = None
-        self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
+        steps = cut.path.split(".") if cut.path else []
+        # The modules that contain the list, the model itself first.
+        outer = [".".join(steps[:depth]) for depth in range(len(steps))]
+        self.outer = {path: self.module.get_submodule(path) for path in outer}
         around = [
             layer
             for path, layer in self.module.named_modules()
@@ -180,8 +185,7 @@ class LayersCopy(ModuleCopy):
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:
-        """Put tensors in the places of the stage's parameters and buffers, and `Unknown` tensors
-        in all other places."""
+        """Put tensors in the places of the stage's tensors, and `Unknown` in all other places."""
         super().install(params, state)
         tensor = next(iter([*params.values(), *(state or {}).values()]), None)
         device = tensor.device if tensor is not None else torch.device("cpu")
@@ -232,10 +236,9 @@ class LayersCopy(ModuleCopy):
     def _forward(
         self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]
     ) -> tuple[Tree, tuple[Any, ...]]:
-        """Run the model's forward up to the stage's last block.
+        """Run the model's forward up to the stage's last block, or to its end.
 
-        Returns the output of that block, or of the model. In the first stage also the travelling
-        entries.
+        Returns the output, and in the first stage the travelling entries.
         """
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
@@ -251,7 +254,7 @@ class LayersCopy(ModuleCopy):
         try:
             y = self.module(*args, **kwargs)
             reached = self.at
-        except Leave as leave:
+        except _Leave as leave:
             return leave.out, tuple(self.travelling) if self.first == 0 else ()
         except UnknownValueError as error:
             raise self._refusal(error.need, error.source) from error
@@ -291,8 +294,7 @@ class LayersCopy(ModuleCopy):
     # -------------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Replace the forwards of the copy's blocks by callbacks to this object. All attributes
-        of modules remain."""
+        """Replace the forwards of the copy's blocks by callbacks. All attributes remain."""
         cut = self.cut
         # A weak proxy avoids a reference cycle: tensors are freed as soon as this object is
         # dropped.
@@ -300,10 +302,10 @@ class LayersCopy(ModuleCopy):
         for number, name in enumerate(cut.names):
             block = self.module.get_submodule(name)
             if self.first <= number < self.last:
-                intercept(block, partial(LayersCopy._own_block, proxy, number))
+                _intercept(block, partial(LayersCopy._own_block, proxy, number))
                 continue
             self.unhooked += [repr(name)] if hooks_of(block) else []
-            stub(block, partial(LayersCopy._foreign_block, proxy, number))
+            _stub(block, partial(LayersCopy._foreign_block, proxy, number))
             # Tensors that an earlier forward of the model left in attributes are stale.
             for layer in block.modules():
                 kept = {
@@ -312,14 +314,13 @@ class LayersCopy(ModuleCopy):
                 vars(layer).update(unknown_like(kept, name) if kept else {})
         for root in cut.entry if self.first or self.last < len(cut) else ():
             entry = self.module.get_submodule(root)
-            intercept(entry, partial(LayersCopy._entry, proxy, root))
+            _intercept(entry, partial(LayersCopy._entry, proxy, root))
             for layer in entry.modules() if self.first else ():
                 if layer is not entry and hooks_of(layer):
-                    intercept(layer, partial(LayersCopy._without_hooks, proxy))
+                    _intercept(layer, partial(LayersCopy._without_hooks, proxy))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of another stage's block. The block just before this stage returns the
-        value that arrived."""
+        """Return unknown values in place of an earlier block, or the stage's input."""
         if number >= self.first or number != self.at:
             raise PlanError(
                 f"{self.cut.names[number]!r} runs where "
@@ -356,7 +357,7 @@ class LayersCopy(ModuleCopy):
         self.at = number + 1
         if self.at == self.last < len(self.cut):
             self._refuse_region()
-            raise Leave(out)
+            raise _Leave(out)
         self._between()
         return out
 
@@ -367,11 +368,7 @@ class LayersCopy(ModuleCopy):
 
     def _entry(self, root: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
         """Call an entry before the blocks in the first stage, and record its output. Later stages
-        return the record.
-
-        Outputs of modules in `Layers.carry` travel whole. Other outputs travel without the numbers
-        of leaves that can have a gradient.
-        """
+        return the record, without numbers unless the entry is in `Layers.carry`."""
         if not self.running or self.begun:
             return call(*args, **kwargs)
         if self.first == 0:
@@ -398,10 +395,7 @@ class LayersCopy(ModuleCopy):
         )
 
     def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """Call a module inside an entry of a later stage.
-
-        Before the blocks, its hooks do not run, because the first stage ran them.
-        """
+        """Call a module inside an entry of a later stage: the first stage ran its hooks."""
         return (
             call.args[0].forward(*args, **kwargs)
             if self.running and not self.begun
@@ -452,11 +446,7 @@ class LayersCopy(ModuleCopy):
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
-        """Raise PlanError for an output made from tensors that blocks pass on beside their output.
-
-        The last stage has its own blocks only, so values that a model collects over all blocks
-        would be incomplete.
-        """
+        """Raise PlanError for an output made from side outputs of blocks."""
         for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
             if side_outputs.follows(leaf):
                 raise PlanError(
@@ -493,9 +483,35 @@ class LayersCopy(ModuleCopy):
                 )
 
 
+def _stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a module's forward and drop its hooks, because they run in the stage that has the
+    module."""
+    vars(layer)["forward"] = forward
+    drop_hooks(layer)
+
+
+def _intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
+    """Send every call of a module to ``called``. The first argument of ``called`` is the original
+    call, with hooks.
+
+    The module gets a new class, because Python looks up ``__call__`` in the class.
+    """
+    kind = type(layer)
+
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return called(partial(kind.__call__, self), *args, **kwargs)
+
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    layer.__class__ = type(kind.__name__, (kind,), names)
+
+
 def _shape_only(leaf: Any) -> Any:
-    """Replace a leaf that can have a gradient by an empty tensor that keeps the leaf's shape
-    after an axis of size 0."""
+    """Replace a leaf that can have a gradient by an empty tensor with the shape after axis 0."""
     return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
 
 

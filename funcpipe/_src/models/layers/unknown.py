@@ -55,10 +55,7 @@ class UnknownValueError(PlanError):
 
 
 class Outline(NamedTuple):
-    """The known facts of an `Unknown` tensor: shape, strides and type.
-
-    Equal outlines give equal results, so outlines are cache keys.
-    """
+    """The known facts of an `Unknown` tensor, which are a cache key of results."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -85,12 +82,7 @@ class Outline(NamedTuple):
 
 
 class Unknown(Tensor):
-    """A tensor whose numbers another stage has.
-
-    Attributes:
-        source: the origin of the numbers, for messages: the name of a parameter, an entry or a
-            block.
-    """
+    """A tensor whose numbers another stage has. ``source`` names their origin, for messages."""
 
     source: str
     __torch_function__: Any = plain_function
@@ -113,8 +105,7 @@ class Unknown(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of an operation, without numbers. Raises UnknownValueError if the
-        operation needs numbers."""
+        """Return the result of an operation, without numbers."""
         kwargs = dict(kwargs or {})
         first = next(
             tensor
@@ -200,8 +191,7 @@ def unknown_like(tree: Tree, source: str) -> Tree:
 def _outcome(func: Any, args: Any, kwargs: Any, *, kinds: Any) -> Any:
     """Compute the outlines of an operation's results, by torch's kernels for the meta device.
 
-    ``kinds`` has the types of the arguments. Without it, True, 1 and 1.0 would be one cache key,
-    with results of other types.
+    ``kinds`` has the types of the arguments: True, 1 and 1.0 would be one cache key.
     """
 
     def tensor(leaf: Any) -> Any:
@@ -243,10 +233,7 @@ def is_write(func: Any) -> bool:
 
 
 def _as_places(indices: Any) -> list[Any]:
-    """Replace masks among indices by positions.
-
-    The number of positions depends on the mask's numbers, and masks here are known.
-    """
+    """Replace masks among indices by positions: their number depends on the mask's numbers."""
     out: list[Any] = []
     for index in indices:
         is_mask = (
@@ -259,8 +246,7 @@ def _as_places(indices: Any) -> list[Any]:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Pass the arguments of an operation through ``change``; lists become tuples, which can be
-    cache keys."""
+    """Pass the arguments of an operation through ``change``; lists become tuples."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Outline):
         return tuple(_map(change, item) for item in cast("list[Any]", value))
     return change(value)

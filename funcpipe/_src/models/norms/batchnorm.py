@@ -208,8 +208,6 @@ def _updated(
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     """Merge statistics: the number of values, their mean [C], and their unbiased variance [C].
 
-    The squared distances from the common mean are those within the parts, plus those of their means.
-
     >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
     (3, tensor([1.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
@@ -244,12 +242,7 @@ STATE: tuple[str, ...] = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Running(NamedTuple):
-    """The names of the buffers that one batch norm updates.
-
-    Attributes:
-        mean, var: the names of the running statistics.
-        tracked: the name of the number of batches. None: batches are not counted.
-    """
+    """The names of the buffers that a batch norm updates. None: it does not count batches."""
 
     mean: str
     var: str
@@ -281,8 +274,7 @@ class NormStats(NamedTuple):
 
 
 class CommitLayers:
-    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's
-    momentum.
+    """The commit of a module stage: updates the buffers of each batch norm layer.
 
     State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per
     microbatch. With ``deferred``, each call of the layer in a forward makes one update from all

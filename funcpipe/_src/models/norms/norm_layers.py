@@ -45,8 +45,7 @@ class UnsyncedBatchNorm(nn.SyncBatchNorm):
 
 
 def without_processes(layer: nn.SyncBatchNorm) -> None:
-    """Let a layer of a private copy compute within one process. Raises PlanError if it would share
-    statistics with other processes."""
+    """Let a layer of a private copy compute within one process, or raise PlanError."""
     if type(layer) is nn.SyncBatchNorm:
         layer.__class__ = UnsyncedBatchNorm
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -132,11 +131,7 @@ def stage_tensor(buffer: Any) -> Any:
 
 
 class DeferredNorm:
-    """The buffers of one batch norm layer in a stage's copy, and its statistics of a microbatch.
-
-    Attributes:
-        path: the path of the layer.
-    """
+    """The buffers of one batch norm layer in a stage's copy, and its statistics of a microbatch."""
 
     def __init__(self, layer: AnyBatchNorm, path: str) -> None:
         self.path, self._names, self._kind = path, Running.of(layer, path), type(layer).__name__

@@ -87,10 +87,8 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
     """Run a forward that must not write its buffers. Returns its result, and whether their bits
     could be compared.
 
-    Versions are not enough, because torch's norms and writes into ``.data`` do not change them.
-
-    Raises:
-        PlanError: the forward wrote a buffer. A norm raises before it writes.
+    Versions are not enough, because torch's norms and writes into ``.data`` do not change them. A
+    norm raises PlanError before it writes, other writes raise afterwards.
     """
 
     before = _kept(buffers)
@@ -146,8 +144,7 @@ def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
 
 
 def _is_as_before(buffer: Tensor, kept: Any) -> bool:
-    """Whether a buffer is unchanged. Numbers are compared as integers, because NaN differs from
-    itself."""
+    """Whether a buffer is unchanged. Bits are compared, because NaN differs from itself."""
     if not isinstance(kept, Tensor):
         return was_written(buffer) == kept
     return torch.equal(_as_integers(buffer), _as_integers(kept))

@@ -29,8 +29,7 @@ class Bond:
     buffer: str = ""
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
-        """The message if a cut separates the operations, for these stages of operations; "" if
-        none does."""
+        """The message if a cut separates the operations, for these stages of operations, or ""."""
         parts = sorted({stages[node] for node in self.nodes})
         if len(parts) < 2:
             return ""
@@ -46,10 +45,7 @@ class Bond:
 
 
 def bonds(captured: Captured) -> list[Bond]:
-    """List the operations that stay together: for writes in place, then for buffers.
-
-    Batch norms update their buffers, so all calls of a layer stay together.
-    """
+    """List the operations that stay together: for writes in place, then for buffers."""
     body = captured.body
     inside = set(body)
     writes: list[Bond] = []
@@ -78,8 +74,7 @@ def free(captured: Captured) -> list[bool]:
 
 
 def joining_buffers(captured: Captured) -> list[str]:
-    """List the written buffers whose first and last use have layers between them, which no cut can
-    part."""
+    """List the written buffers with layers between their first and last use."""
     body = captured.body
     numbers = {node: number for number, node in enumerate(body)}
     found: list[str] = []

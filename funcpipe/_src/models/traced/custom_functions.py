@@ -29,11 +29,7 @@ _NAMELESS = "an autograd.Function inside torch.cond or a similar operation"
 
 
 def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
-    """The Python functions that the gradients of these values would pass through, by full names.
-
-    Functions under ``no_grad``, and functions that no output depends on, are not included, because
-    their backward is never called.
-    """
+    """The Python functions that the gradients of these values would pass through, by full names."""
     names: set[str] = set()
     for node in nodes_of(output for output in outputs if isinstance(output, Tensor)):
         if isinstance(node, BackwardCFunction):
@@ -45,8 +41,7 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
 
 
 def refuse(names: set[str], module: fx.GraphModule) -> None:
-    """Raise PlanError for a trace that lost the backward of the functions `on_the_way_to` its
-    outputs."""
+    """Raise PlanError for a trace that lost the backward of the functions before its outputs."""
     known = [advice for name, advice in _ADVICE.items() if name in names]
     if known:
         raise PlanError(f"the model cannot be traced: export loses {' and '.join(known)}")
@@ -62,8 +57,7 @@ def refuse(names: set[str], module: fx.GraphModule) -> None:
 
 
 def _has_one_inside(part: Any) -> bool:
-    """Whether a graph has operations that torch traced in a custom function, inside an operation
-    over functions."""
+    """Whether a graph has operations of a custom function, inside an operation over functions."""
     if not isinstance(part, fx.GraphModule):
         return False
     traces = (node.meta.get("stack_trace") or "" for node in part.graph.nodes)

@@ -127,11 +127,9 @@ def callers(model: nn.Module) -> list[str]:
 
 
 def shell(model: nn.Module) -> nn.Module:
-    """Copy the model's structure around the same tensors, so that attributes can be written without
-    changing the model.
+    """Copy the model's structure around the same tensors, so that attributes can be written.
 
-    The copy has no cache of keys and values, whatever its configuration. A cache is for generating,
-    cannot leave a stage, and would be filled again by every microbatch.
+    The copy has no cache of keys and values: every microbatch would fill it again.
     """
     copy = copied(model)
     without_cache(copy, model)
@@ -146,17 +144,14 @@ def capture(
     axes: Sequence[int | None] | None = None,
     commit: Mapping[str, CommitBuffer] | None = None,
 ) -> Captured:
-    """Trace a model on an example. The model does not change.
+    """Trace a model, in the mode in which the stages will run. The model does not change.
 
     Args:
-        model: the model, in the mode in which the stages will run.
+        model: the model.
         args, kwargs: the arguments of its forward.
         axes: for each leaf of (args, kwargs) the dimension of its rows, which stays dynamic, or
             None. None for all: trace for exactly the rows of the example.
         commit: functions ``(old, written, rows) -> new`` by names of buffers, as in `split`.
-
-    Raises:
-        PlanError: the model cannot be traced. The message has the reason and the remedy.
     """
     from torch.export.graph_signature import InputKind
 
@@ -240,8 +235,7 @@ def capture(
 def _commits(
     model: nn.Module, commit: Mapping[str, CommitBuffer], canonical: Mapping[str, str]
 ) -> dict[str, CommitBuffer]:
-    """Return the user's ``commit=`` functions by first names of buffers. Raises PlanError for
-    unknown names."""
+    """Return the user's ``commit=`` functions by first names of buffers."""
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     faults = [
         f"{name!r} is not a buffer of the model{similar(name, buffers)}"
@@ -391,8 +385,7 @@ class _Flat:
         ]
 
     def open_rows(self) -> Any:
-        """The dynamic shapes for ``torch.export``: all numbers of rows are one symbol. None: no
-        tensor has rows."""
+        """The dynamic shapes for ``torch.export``: all numbers of rows are one symbol."""
         batch = torch.export.Dim("batch")
         opened = [
             None if self.axes[number] is None else {self.axes[number]: batch}
@@ -420,8 +413,7 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
 
 
 def _export(model: nn.Module, flat: _Flat) -> Any:
-    """Export the forward. Its inputs require gradients, so that custom functions on them are
-    found too."""
+    """Export the forward. Its inputs require gradients, to find custom functions on them, too."""
     example = tuple(flat.leaves[number] for number in flat.tensors)
     opened = flat.open_rows()
     shapes = None if opened is None else {"tensors": opened}
@@ -489,8 +481,7 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
 def _written(
     module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
 ) -> frozenset[str]:
-    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants
-    or inputs."""
+    """The buffers that the forward writes. Raises PlanError for writes to other inputs."""
     written: set[str] = set()
     faults: list[str] = []
     statistics = {name for norm in norms.values() for name in norm.running[:2]}

@@ -51,8 +51,7 @@ class CutEdge(NamedTuple):
 
 
 def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> list[int]:
-    """The indices of the nodes that begin a stage, for cuts by name. Raises PlanError with all
-    faults."""
+    """The indices of the nodes that begin a stage, for cuts by name."""
     body = captured.body
     layers = [layers_of(captured.module, node) for node in body]
     known = [name for name, _ in model.named_modules() if name]
@@ -118,8 +117,7 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Cutter:
-    """A captured graph with a stage for each node. Raises PlanError if a cut separates
-    operations of a `Bond`."""
+    """A captured graph with a stage for each node."""
 
     def __init__(self, captured: Captured, starts: Collection[int]) -> None:
         self.captured, self.module = captured, captured.module
@@ -165,14 +163,8 @@ def cut(
 ) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
     """Make the stages of a captured model, each with params and state, and the values between them.
 
-    Args:
-        captured: the traced model.
-        starts: the indices of the nodes that begin a stage, without the first stage.
-        model: the model, for its tensors.
-
-    Raises:
-        PlanError: a cut separates a write in place from its target, or the calls of a batch norm
-            layer.
+    ``starts`` has the indices of the nodes that begin a stage, except the first stage. Raises
+    PlanError if a cut separates the operations of a `Bond`.
     """
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
@@ -247,8 +239,7 @@ def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tup
 def _graph(
     cutter: _Cutter, stage: int, straight: set[str], outgoing: Mapping[str, None]
 ) -> tuple[fx.GraphModule, list[tuple[str, str]], list[str]]:
-    """Return one stage's nodes as a graph module, the sources of its arguments, and the names of
-    its results."""
+    """Return one stage's nodes as a graph, the sources of its arguments, and its results' names."""
     graph, root = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
     takes: list[tuple[str, str]] = []
@@ -285,8 +276,7 @@ def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:
 
 
 def _title(cutter: _Cutter, stage: int) -> str:
-    """The name of a stage: its first and last innermost layer, as in
-    ``model.layers.2..model.norm``."""
+    """The name of a stage: its first and last innermost layer, ``model.layers.2..model.norm``."""
     paths = [
         layer_of(node).partition("@")[0] for node, owner in cutter.stage.items() if owner == stage
     ]

@@ -32,8 +32,7 @@ def op_of(module: nn.Module, node: fx.Node) -> Any:
 
 
 def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
-    """List (declared argument, value) for each value that an operation gets, in lists and by
-    keyword too."""
+    """List (declared argument, value) for each value that an operation gets, also in lists."""
     named = {argument.name: argument for argument in schema(op).arguments}
     pairs = [
         *zip(schema(op).arguments, node.args, strict=False),
@@ -70,11 +69,9 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
-    """Map each batch norm in training, also inside regions, to its arguments for running mean and
-    variance.
+    """Map each batch norm in training to its arguments for running mean and variance.
 
-    Inside a region, the arguments are the values that the region gets. None: the value is computed
-    inside.
+    Inside a region, they are the values that the region gets, or None if computed inside.
     """
     norms: dict[fx.Node, tuple[Any, Any]] = {}
     for node in module.graph.nodes:
@@ -91,8 +88,7 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
 def writes_of(
     module: fx.GraphModule, apart: Container[fx.Node] = ()
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """List (node, target) for each write in place, also inside regions, without the nodes in
-    ``apart``."""
+    """List (node, target) for each write in place, also in regions, without the nodes ``apart``."""
     roots = roots_of(module)
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
@@ -123,8 +119,7 @@ writes depend on the number."""
 def dependents_of(
     module: fx.GraphModule, sources: Collection[fx.Node], apart: Container[fx.Node] = ()
 ) -> set[fx.Node]:
-    """Return the nodes whose numbers depend on ``sources`` or on random draws, by data or by
-    in-place writes."""
+    """Return the nodes whose numbers depend on ``sources`` or on draws, by data or by writes."""
     roots, writes = roots_of(module), writes_of(module, apart)
     found = set(sources)
 
@@ -155,8 +150,7 @@ def dependents_of(
 def regions_of(
     module: fx.GraphModule, node: fx.Node
 ) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
-    """List the bodies that a higher-order operation runs (no_grad, cond), with the values for
-    their placeholders."""
+    """List the bodies that a higher-order operation runs, with their placeholders' values."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
     flat: list[fx.Node] = []
@@ -188,8 +182,7 @@ def layer_of(node: fx.Node) -> str:
 
 
 def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
-    """The paths of all modules that were running when a node was made, also with the number of
-    the call."""
+    """The paths of all modules that ran when a node was made, also with the number of the call."""
     paths: set[str] = set()
     for key, (path, _) in _stack(node).items():
         paths |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}

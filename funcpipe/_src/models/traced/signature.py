@@ -122,8 +122,7 @@ class Signature:
     out_spec: Spec
 
     def values(self, x: Tree) -> dict[str, Any]:
-        """The leaves of the inputs by name. Raises BatchError if they differ from the traced
-        inputs."""
+        """The leaves of the inputs by name. Raises BatchError if they differ from the trace."""
         args, kwargs = as_call(x)
         if set(kwargs) != set(self.keywords):
             raise BatchError(
@@ -153,8 +152,7 @@ class Signature:
 
 
 def as_call(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn inputs into arguments of a forward: a mapping by keyword, a tuple or any other value
-    by position."""
+    """Turn inputs into arguments of a forward: a mapping by keyword, others by position."""
     if isinstance(x, Mapping):
         return (), {str(key): value for key, value in x.items()}
     return (tuple(x) if type(x) is tuple else (x,)), {}

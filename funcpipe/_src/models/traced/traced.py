@@ -36,8 +36,7 @@ from funcpipe._src.models.traced.signature import Signature
 
 
 class _Mode(threading.local):
-    """The mode of the graph call on this thread, and the dict that collects the statistics of
-    its norms."""
+    """The mode of the graph call on this thread, and the statistics of its norms."""
 
     train = True
     norms: dict[str, NormStats] | None = None
@@ -81,12 +80,8 @@ class Draw(nn.Module):
 class Norm(nn.Module):
     """Batch norm in training that returns its statistics: deferred state.
 
-    Attributes:
-        path: the path of its layer; or the name of the buffer with the running mean, if that has
-            its own name.
-        running: the buffers that batch norm would update.
-        momentum: the momentum of the update. None: the plain average of all batches.
-        eps: added to the variance.
+    ``path`` is the path of its layer; or the name of the buffer with the running mean, if that has
+    its own name. ``momentum`` None: the plain average of all batches.
     """
 
     op = torch.ops.aten.batch_norm.default
@@ -112,8 +107,7 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove
-    export's assertions."""
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`."""
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -217,10 +211,7 @@ class GraphFn(PartFn):
         return "traced graph"
 
     def described(self) -> Iterable[tuple[str, str]]:
-        """The calls of the graph with their flags and fractions.
-
-        Whole numbers are left out: they may depend on the size of the example.
-        """
+        """The calls of the graph with their flags and fractions, which no example changes."""
         for node in self.module.graph.nodes:
             if node.op not in ("call_function", "call_module"):
                 continue
@@ -238,14 +229,12 @@ class GraphFn(PartFn):
             yield "", f"{name}({', '.join(options)})"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
-        """Bind the function to its parameters. The graph itself keeps nothing, so all runs share
-        it."""
+        """Bind the function to its parameters. The graph keeps nothing, so all runs share it."""
         self.check(params, state)
         return BoundGraph(self, params)
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
-        """Run the graph on one microbatch. Returns the output, in an `Out` if it has a stash or
-        statistics."""
+        """Run the graph on one microbatch."""
         train = bool(extras.get("train", False))
         if not (train or self.evaluation or self.evaluates):
             raise PlanError(
@@ -293,8 +282,7 @@ class GraphFn(PartFn):
     def _on(
         self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree
     ) -> tuple[fx.GraphModule, Any]:
-        """Return the graph and its constants on the stage's device. The trace contains the
-        device of the example."""
+        """Return the graph and its constants on the stage's device, not that of the example."""
         held = [*params.values(), *state.values()] or flatten(x)[0]
         device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
         if device == self.device:
@@ -372,12 +360,10 @@ def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) 
 
 
 class CommitGraph:
-    """The commit of a traced stage: its batch norm layers, and the other buffers that its forward
-    writes.
+    """The commit of a traced stage: batch norm layers, and other buffers that its forward writes.
 
     Each microbatch wrote these buffers from the same old state. If a value does not depend on the
-    inputs, all microbatches wrote the same value. For the other buffers, ``commits`` has a function
-    each.
+    inputs, all microbatches wrote the same value. Other buffers have a function in ``commits``.
     """
 
     def __init__(
@@ -390,8 +376,7 @@ class CommitGraph:
         self.commits = {name: commits[name] for name in written if name in commits}
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """Return the buffers after one batch. Raises PlanError if a function returns a tensor of
-        another shape or type."""
+        """Return the buffers after one batch."""
         collected = [entry for entry in stats if entry]
         if not collected:
             return state

@@ -29,13 +29,9 @@ def units_of_graph(
     operation (`free`). If that leaves nothing of the unit, it is merged with its neighbour. So any
     cut between units is legal.
 
-    Args:
-        captured: the traced model.
-        model: the model.
-        num_stages: the wanted number of stages, if known.
-        total: the wanted number of units, the sum of given sizes. None: not known. If some depth of
-            nested lists gives this number of units, that depth counts. If none does, but the model
-            lists so many units, these count, and some cuts between them are illegal.
+    ``total`` is the wanted number of units, the sum of given sizes. If some depth of nested lists
+    gives this number, that depth counts. If none does, but the model lists so many units, these
+    count, and some cuts between them are illegal.
     """
     lists = [
         path
