@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 
 from funcpipe._src.core.torch_names import forward_hooks_of
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model is of the transformers library, which its user has then imported."""
+    library: Any = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def configs(model: nn.Module) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import BatchError
 from funcpipe._src.core.tree import Tree
+from funcpipe._src.models.configs import is_of_transformers
 from funcpipe._src.models.module import syntax_of
 from funcpipe._src.models.traced.signature import as_call
 
@@ -28,10 +28,8 @@ class Labels:
     """The number of labels of a microbatch that a model's own loss counts."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.name, self.names = (
-            type(model).__name__,
-            tuple(inspect.signature(model.forward).parameters),
-        )
+        self.name = type(model).__name__
+        self.names = tuple(inspect.signature(model.forward).parameters)
         self.counter = counter(model)
 
     def __call__(self, inputs: Tree) -> Any:
@@ -52,9 +50,8 @@ class Labels:
             if ("label" in name or "target" in name) and _ignores(value):
                 raise BatchError(
                     f"the inputs contain {name!r} with {IGNORED}, which losses ignore, but "
-                    "funcpipe "
-                    f"does not know the divisor of the loss of {self.name}; give make_plan(loss=) "
-                    "a loss with a method weigh(self, inputs, target) -> number "
+                    f"funcpipe does not know the divisor of the loss of {self.name}; give "
+                    "make_plan(loss=) a loss with a method weigh(self, inputs, target) -> number "
                     "(docs/howto/padding.md)"
                 )
         return None
@@ -76,8 +73,7 @@ def counter(model: Any) -> Counter | None:
         getattr(model, "active_peft_config", None), "is_prompt_learning", True
     ):
         model = base()  # a peft model passes its labels to its base model
-    library: Any = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not is_of_transformers(model):
         return None
     match _loss_of_labels(type(model).forward):
         case "function":

@@ -3,7 +3,8 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,34 +18,53 @@ from funcpipe._src.engine.vjp import Pullback
 from funcpipe._src.models.example import bare
 from funcpipe._src.stages.context import saved_tensors_are_hooked
 
-# -- inputs
+# -- inputs and outputs
 # -------------------------------------------------------------------------------
 
 
+_Build = Callable[[Iterable[Any]], Tree]
+
+
+def opened(tree: Tree) -> tuple[list[Any], _Build]:
+    """Flatten a tree, and the trees of each `Microbatches` in it.
+
+    Returns the leaves, and a function that builds such a tree of other leaves. The function keeps
+    no leaf.
+    """
+    outer, spec = flatten(tree)
+    leaves: list[Any] = []
+    builds: list[Callable[[Iterator[Any]], Any]] = []
+    for leaf in outer:
+        if isinstance(leaf, Microbatches):
+            parts = [opened(tree) for tree in leaf]
+            leaves += [each for part, _ in parts for each in part]
+            inner = [build for _, build in parts]
+            builds.append(lambda values, inner=inner: Microbatches(each(values) for each in inner))
+        else:
+            leaves.append(leaf)
+            builds.append(next)
+
+    def build(values: Iterable[Any]) -> Tree:
+        remaining = iter(values)
+        return unflatten(spec, [each(remaining) for each in builds])
+
+    return leaves, build
+
+
 def input_leaves(inputs: Tree) -> list[Any]:
-    """The leaves of inputs or of their gradients; for inputs that are already cut, of all
-    microbatches."""
-    trees = inputs.trees if isinstance(inputs, Microbatches) else (inputs,)
-    return [bare(leaf) for tree in trees for leaf in flatten(tree)[0]]
+    """The leaves of inputs or of their gradients, without marks."""
+    return [bare(leaf) for leaf in opened(inputs)[0]]
 
 
 def input_flags(inputs: Tree) -> Tree:
     """A tree like the inputs: which leaves require gradients."""
-    return _map_microbatches(lambda leaf: _requires_grad(bare(leaf)), inputs)
+    leaves, build = opened(inputs)
+    return build(_requires_grad(bare(leaf)) for leaf in leaves)
 
 
-def _map_microbatches(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Apply ``fn`` to the leaves of a tree, and to the leaves of each microbatch in a
-    `Microbatches`."""
-
-    def mapped(leaf: Any) -> Any:
-        return (
-            Microbatches(_map_microbatches(fn, tree) for tree in leaf)
-            if isinstance(leaf, Microbatches)
-            else fn(leaf)
-        )
-
-    return map_leaves(mapped, tree)
+def tensors_of(outputs: Tree) -> list[Tensor]:
+    """The tensors of outputs, in order; for outputs that are not joined, of each microbatch."""
+    return [leaf for leaf in opened(outputs)[0] if isinstance(leaf, Tensor)]
 
 
 def _requires_grad(leaf: Any) -> bool:
@@ -72,70 +92,32 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
     )
 
 
-# -- outputs
-# -------------------------------------------------------------------------------
-
-
-def tensors_of(outputs: Tree) -> list[Tensor]:
-    """The tensors of outputs, in order; for outputs that are not joined, of each microbatch."""
-    tensors: list[Tensor] = []
-    for leaf in flatten(outputs)[0]:
-        if isinstance(leaf, Microbatches):
-            tensors += [tensor for tree in leaf for tensor in tensors_of(tree)]
-        elif isinstance(leaf, Tensor):
-            tensors.append(leaf)
-    return tensors
-
-
-_Form = Callable[[Iterator["Tensor | None"]], Tree]
-
-
-def _form(outputs: Tree) -> _Form:
-    """Make a function that builds trees of gradients like the outputs, as a pullback takes them.
-    It keeps no tensor."""
-    leaves, spec = flatten(outputs)
-    parts = [
-        [_form(tree) for tree in leaf]
-        if isinstance(leaf, Microbatches)
-        else isinstance(leaf, Tensor)
-        for leaf in leaves
-    ]
-
-    def cotangent(part: Any, gradients: Iterator[Tensor | None]) -> Any:
-        if not isinstance(part, list):
-            return next(gradients) if part else None
-        trees = [form(gradients) for form in part]
-        return (
-            None
-            if all(leaf is None for tree in trees for leaf in flatten(tree)[0])
-            else Microbatches(trees)
-        )
-
-    return lambda gradients: unflatten(spec, [cotangent(part, gradients) for part in parts])
-
-
 def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
-    """For each tensor of the outputs, whether it can have a gradient."""
-    by_microbatch = pullback.attached
+    """For each leaf of the opened outputs, whether it can have a gradient."""
     if isinstance(outputs, Microbatches):
-        rows = [
-            (flatten(tree)[0], flags) for tree, flags in zip(outputs, by_microbatch, strict=True)
-        ]
-        return [
-            flag
-            for row in rows
-            for leaf, flag in zip(*row, strict=True)
-            if isinstance(leaf, Tensor)
-        ]
+        return [*chain.from_iterable(pullback.attached)]
     out: list[bool] = []
-    for leaf, *flags in zip(flatten(outputs)[0], *by_microbatch, strict=True):
-        if isinstance(leaf, Tensor):
-            out.append(any(flags))
-        elif isinstance(leaf, Microbatches):  # one leaf of each microbatch
-            out += [
-                flag for value, flag in zip(leaf, flags, strict=True) if isinstance(value, Tensor)
-            ]
+    for leaf, *flags in zip(flatten(outputs)[0], *pullback.attached, strict=True):
+        # In `Microbatches`, there is one leaf of each microbatch.
+        out += flags if isinstance(leaf, Microbatches) else [any(flags)]
     return out
+
+
+def _cotangents(outputs: Tree) -> Callable[[Iterable[Tensor | None]], Tree]:
+    """Make a function that builds cotangents of the outputs from one gradient per tensor."""
+    leaves, build = opened(outputs)
+    are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def without_empty(leaf: Any) -> Any:
+        empty = isinstance(leaf, Microbatches) and all(each is None for each in opened(leaf)[0])
+        return None if empty else leaf
+
+    def cotangents(gradients: Iterable[Tensor | None]) -> Tree:
+        remaining = iter(gradients)
+        tree = build(next(remaining) if is_tensor else None for is_tensor in are_tensors)
+        return map_leaves(without_empty, tree)
+
+    return cotangents
 
 
 # -- the node
@@ -184,7 +166,7 @@ def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | No
             "or call the pipe again"
         )
     with without_saved_tensor_hooks():
-        grads, input_grads = pullback(ctx.form(iter(gradients)))
+        grads, input_grads = pullback(ctx.form(gradients))
     unused = set(pullback.unused)
     out = [None if place in unused else grads[place[0]][place[1]] for place in ctx.places]
     if any(ctx.wanted):
@@ -208,23 +190,15 @@ def attach(
         params: the parameters that require gradients, each as ((stage, name), tensor).
         inputs: the inputs of the call.
     """
-    tensors = tensors_of(outputs)
-    detached = [
-        tensor
-        for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True)
-        if not flag
-    ]
-    leaves = input_leaves(inputs)
-    flags = [_requires_grad(leaf) for leaf in leaves]
-    kept = pullback, _form(outputs), [place for place, _ in params], flags
-    roots = [
-        *(param for _, param in params),
-        *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag),
-    ]
-    attached = iter(_Node.apply(kept, tensors, detached, *roots))
-    return _map_microbatches(
-        lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs
-    )
+    leaves, build = opened(outputs)
+    flagged = zip(leaves, _attached(outputs, pullback), strict=True)
+    detached = [leaf for leaf, flag in flagged if isinstance(leaf, Tensor) and not flag]
+    roots = [leaf for leaf in input_leaves(inputs) if _requires_grad(leaf)]
+    flags = [_requires_grad(leaf) for leaf in input_leaves(inputs)]
+    kept = pullback, _cotangents(outputs), [place for place, _ in params], flags
+    training = [param for _, param in params]
+    attached = iter(_Node.apply(kept, tensors_of(outputs), detached, *training, *roots))
+    return build(next(attached) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
 class without_saved_tensor_hooks:

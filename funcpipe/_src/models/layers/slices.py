@@ -9,7 +9,6 @@ entries of other stages' blocks.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.tree import Tree
+from funcpipe._src.models.configs import is_of_transformers
 from funcpipe._src.models.norms.written_buffers import has_numbers
 
 _NAMES = ("cache", "past_key_values")
@@ -32,8 +32,7 @@ class SliceCaches:
         self.who, self.blocks = type(model).__name__, blocks
         self.names = tuple(inspect.signature(model.forward).parameters)
         argument = next((name for name in _NAMES if name in self.names), None)
-        library: Any = sys.modules.get("transformers")
-        if argument is None or library is None or not isinstance(model, library.PreTrainedModel):
+        if argument is None or not is_of_transformers(model):
             raise PlanError(
                 "slices=True needs a transformers model whose forward takes a cache "
                 f"({' or '.join(_NAMES)}), but {self.who} is not such a model; write its stages as "
@@ -88,8 +87,7 @@ class SliceCaches:
         if arguments.get("shift_labels") is not None and arguments.get("labels") is None:
             raise PlanError(
                 f"the inputs have shift_labels but no labels, and without labels {self.who} "
-                "computes "
-                "no loss; give both"
+                "computes no loss; give both"
             )
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() != 2:
@@ -122,10 +120,8 @@ class SliceCaches:
             raise PlanError(
                 f"the blocks of {self.who} did not leave their keys and values in its cache"
             )
-        keys, values = (
-            tuple([layer.keys for layer in layers]),
-            tuple([layer.values for layer in layers]),
-        )
+        keys = tuple([layer.keys for layer in layers])
+        values = tuple([layer.values for layer in layers])
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         place = positions[..., -1:] if isinstance(positions, Tensor) and mask is None else None
         return {"keys": keys, "values": values, "mask": mask, "place": place}

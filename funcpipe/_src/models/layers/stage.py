@@ -7,7 +7,6 @@ PlanError, in every call.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -33,6 +32,7 @@ from funcpipe._src.core.tree import (
 from funcpipe._src.data.identity import words_of_layers
 from funcpipe._src.data.stage import Out
 from funcpipe._src.models.attributes import ModuleAttributes
+from funcpipe._src.models.configs import is_of_transformers
 from funcpipe._src.models.layers.find import TRACED, Layers, within
 from funcpipe._src.models.layers.look import SideOutputs, arguments_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
@@ -100,12 +100,7 @@ class LayersFn(ModuleFn):
     @property
     def sliceable(self) -> bool:
         """Whether the stage can run slices: a transformers model needs caches for them."""
-        library: Any = sys.modules.get("transformers")
-        return (
-            self.caches is not None
-            or library is None
-            or not isinstance(self.skeleton, library.PreTrainedModel)
-        )
+        return self.caches is not None or not is_of_transformers(self.skeleton)
 
     def _has_tensor(self, alias: str, *, table: bool) -> bool:
         """Whether the stage has a tensor of its blocks, of its end, or of other modules.
@@ -145,12 +140,10 @@ class LayersFn(ModuleFn):
     def _roots(self) -> list[str]:
         """Return the paths of the largest modules that only this stage runs."""
         cut = self.cut
-        roots = list(cut.names[self.first : self.last])
-        roots += cut.entry if self.first == 0 else ()
-        roots += (
-            [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
-        )
-        return roots
+        before = cut.entry if self.first == 0 else ()
+        after = cut.exit if self.last == len(cut) else ()
+        own = cut.names[self.first : self.last]
+        return [*own, *before, *(root for root in after if root not in cut.entry)]
 
 
 class LayersCopy(ModuleCopy):
@@ -222,16 +215,15 @@ class LayersCopy(ModuleCopy):
             with self.side_outputs or nullcontext():
                 y, returned = self._forward(x, inputs, travelling)
             carry = self.caches.carry(self.arguments, self.first, self.last) if self.caches else ()
-            self._refuse_unknown((y, carry))
+            self._refuse_unknown(y, carry)
             if self.side_outputs is not None:
                 self._refuse_incomplete(y, self.side_outputs)
             if self.is_first_call:
                 self.owner.verified.add(mode)
         finally:
             self.carried, self.arguments, self.side_outputs = None, {}, None
-        return Out(y, carry=carry) if self.caches else y, {
-            INPUTS: (kept, returned)
-        } if travels else {}
+        stash = {INPUTS: (kept, returned)} if travels else {}
+        return Out(y, carry=carry) if self.caches else y, stash
 
     def _forward(
         self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]
@@ -262,9 +254,8 @@ class LayersCopy(ModuleCopy):
             if self.unhooked and not isinstance(error, PlanError):
                 error.add_note(
                     f"In this stage the blocks {', '.join(self.unhooked)} only pass on their "
-                    "input, "
-                    "and their hooks do not run. A model that collects the outputs of its blocks "
-                    f"cannot be cut between blocks; {TRACED}"
+                    "input, and their hooks do not run. A model that collects the outputs of its "
+                    f"blocks cannot be cut between blocks; {TRACED}"
                 )
             raise
         finally:
@@ -307,11 +298,9 @@ class LayersCopy(ModuleCopy):
             self.unhooked += [repr(name)] if hooks_of(block) else []
             _stub(block, partial(LayersCopy._foreign_block, proxy, number))
             # Tensors that an earlier forward of the model left in attributes are stale.
-            for layer in block.modules():
-                kept = {
-                    key: value for key, value in vars(layer).items() if isinstance(value, Tensor)
-                }
-                vars(layer).update(unknown_like(kept, name) if kept else {})
+            for table in map(vars, block.modules()):
+                kept = {key: value for key, value in table.items() if isinstance(value, Tensor)}
+                table.update(unknown_like(kept, name))
         for root in cut.entry if self.first or self.last < len(cut) else ():
             entry = self.module.get_submodule(root)
             _intercept(entry, partial(LayersCopy._entry, proxy, root))
@@ -349,11 +338,10 @@ class LayersCopy(ModuleCopy):
         checks = bool(shared) and self.is_first_call and torch.is_grad_enabled()
         block = {path: self.module.get_submodule(path)} if checks else {}
         with refuse_left_activations(block, shared, f"; or {TRACED}") if checks else nullcontext():
-            out = (
-                call(*args, **kwargs)
-                if self.side_outputs is None
-                else self.side_outputs.block(call, args, kwargs)
-            )
+            if self.side_outputs is None:
+                out = call(*args, **kwargs)
+            else:
+                out = self.side_outputs.block(call, args, kwargs)
         self.at = number + 1
         if self.at == self.last < len(self.cut):
             self._refuse_region()
@@ -373,9 +361,8 @@ class LayersCopy(ModuleCopy):
             return call(*args, **kwargs)
         if self.first == 0:
             out = call(*args, **kwargs)
-            self.travelling.append(
-                (root, out if root in self.cut.carry else map_leaves(_shape_only, out))
-            )
+            record = out if root in self.cut.carry else map_leaves(_shape_only, out)
+            self.travelling.append((root, record))
             return out
         if not self.travelling or self.travelling[0][0] != root:
             expected = (
@@ -388,39 +375,25 @@ class LayersCopy(ModuleCopy):
                 f"stage must run the same modules there; {TRACED}"
             )
         _, record = self.travelling.pop(0)
-        return (
-            record
-            if root in self.cut.carry
-            else map_leaves(partial(_from_shape, source=root), record)
-        )
+        if root in self.cut.carry:
+            return record
+        return map_leaves(partial(_from_shape, source=root), record)
 
     def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
         """Call a module inside an entry of a later stage: the first stage ran its hooks."""
-        return (
-            call.args[0].forward(*args, **kwargs)
-            if self.running and not self.begun
-            else call(*args, **kwargs)
-        )
+        before = self.running and not self.begun
+        return call.args[0].forward(*args, **kwargs) if before else call(*args, **kwargs)
 
     # -- what other stages have
     # -------------------------------------------------------------------------------
 
-    def _refuse_unknown(self, y: Tree) -> None:
+    def _refuse_unknown(self, y: Tree, carry: Tree) -> None:
         """Raise PlanError for an output that depends on tensors of other stages."""
-        found = first_unknown(y)
+        found = first_unknown((y, carry))
         if found is not None:
-            place = (
-                next(
-                    place
-                    for place, leaf in zip(
-                        locations(y[0], "its output"), flatten(y[0])[0], strict=True
-                    )
-                    if is_unknown(leaf)
-                )
-                if first_unknown(y[0]) is not None
-                else "its carry"
-            )
-            raise self._refusal(f"{place} depends on", found.source)
+            named = zip(locations(y, "its output"), flatten(y)[0], strict=True)
+            places = (place for place, leaf in named if is_unknown(leaf))
+            raise self._refusal(f"{next(places, 'its carry')} depends on", found.source)
 
     def _refusal(self, need: str, source: str) -> PlanError:
         """Make the error of a stage that needs numbers of another stage, with the remedy."""
@@ -428,6 +401,7 @@ class LayersCopy(ModuleCopy):
         call = "layers=fp.models.find_layers(model, "
         entries = [root for root in cut.entry if within(source, root)]
         exits = [root for root in cut.exit if within(source, root)]
+        remedy = ""
         if exits and not entries:
             remedy = f"; or, if {exits[0]!r} runs before the blocks, give {call}entry={exits})"
         elif entries:
@@ -436,8 +410,6 @@ class LayersCopy(ModuleCopy):
                 f"both ends use it, give {call}entry={entries}, exit={entries}); if later blocks "
                 f"use its output, let the output travel: {call}carry={entries})"
             )
-        else:
-            remedy = ""
         return PlanError(
             f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
             f"than the output of the previous block: {need} {source!r}, which another stage "
@@ -460,11 +432,9 @@ class LayersCopy(ModuleCopy):
         return bool(self.first) and self.last == len(self.cut)
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (
-            self.first == 0
-            and self.last < len(self.cut)
-            and (names := arguments_for_all_blocks(self.module.forward, args, kwargs))
-        ):
+        if self.first or self.last == len(self.cut):
+            return
+        if names := arguments_for_all_blocks(self.module.forward, args, kwargs):
             raise PlanError(
                 f"the inputs ask for {names}, which are collected from all blocks, but a stage "
                 f"has only its own blocks; leave them out, or {TRACED}"
