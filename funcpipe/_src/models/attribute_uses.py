@@ -29,21 +29,12 @@ _LOOKUPS = frozenset({"getattr", "hasattr"})
 
 
 class AttributeUses(NamedTuple):
-    """The names of the attributes that the forward of a class of modules uses, and how.
+    """The names of the attributes that the forward of a class of modules uses, and how."""
 
-    Attributes:
-        written: attributes that the forward assigns, or writes into.
-        kept: attributes that the forward reads before it writes them. An earlier call's value may
-            reach a later call.
-        used_counts: attributes that the forward computes from their old value, as in
-            ``self.step += 1``, and also reads elsewhere.
-        mentioned: all names and strings in the code of the forward.
-    """
-
-    written: frozenset[str]
-    kept: frozenset[str]
-    used_counts: frozenset[str]
-    mentioned: frozenset[str]
+    written: frozenset[str]  # assigned, or written into
+    kept: frozenset[str]  # read before they are written, so an earlier call's value may be read
+    used_counts: frozenset[str]  # computed from their old value, ``self.step += 1``, and also read
+    mentioned: frozenset[str]  # all names and strings in the code
 
 
 def _uses(kind: type) -> AttributeUses:

@@ -55,19 +55,12 @@ may make that call at any time."""
 
 
 class Change(NamedTuple):
-    """One attribute that has changed.
+    """One attribute that has changed."""
 
-    Attributes:
-        place: the path of the attribute: ``"0.temperature"``, ``"0.cfg['scale']"``.
-        name: the module's attribute that contains the changed value.
-        uses: the uses of attributes in that module's forward.
-        old, new: the values; a sentinel where there is no value.
-    """
-
-    place: str
-    name: str
-    uses: AttributeUses
-    old: Any
+    place: str  # the path, such as ``"0.temperature"`` or ``"0.cfg['scale']"``
+    name: str  # the module's attribute that contains the changed value
+    uses: AttributeUses  # in that module's forward
+    old: Any  # a sentinel where there is no value, as in `new`
     new: Any
 
     def __str__(self) -> str:
@@ -108,18 +101,12 @@ class _Layer(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """The recorded contents of one module, object or container.
+    """The recorded contents of one module, object or container."""
 
-    Attributes:
-        place, name, uses: as in `Change`; an empty name: the table is a module's.
-        contents: a function that returns the present contents; None after the module's end.
-        size, keys, values: the recorded number of contents, their keys and values.
-    """
-
-    place: str
-    name: str
+    place: str  # as `name` and `uses` in `Change`
+    name: str  # empty for the table of a module
     uses: AttributeUses
-    contents: Callable[[], Mapping[Any, Any] | None]
+    contents: Callable[[], Mapping[Any, Any] | None]  # None after the module's end
     size: int
     keys: tuple[Any, ...]
     values: tuple[Any, ...]

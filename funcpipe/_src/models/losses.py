@@ -13,14 +13,7 @@ from funcpipe._src.models.counting import Labels
 
 
 class ModelLoss:
-    """``(output, target) -> loss`` for a model that computes its own loss; the target is ignored.
-
-    Attributes:
-        path: the keys or attributes that lead to the loss. None: the output itself, ``.loss`` or
-            ``["loss"]``.
-        labels: counts the labels of a microbatch from the model's inputs. None: microbatches count
-            by rows.
-    """
+    """``(output, target) -> loss`` for a model that computes its own loss; the target is ignored."""
 
     def __init__(
         self, path: tuple[Any, ...] | None = None, labels: Callable[[Any], Any] | None = None

@@ -222,48 +222,33 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class Skeleton:
-    """A copy of a module without its numbers. It never runs, so several stages can share it.
-
-    Attributes:
-        canonical: maps each name of a parameter or buffer to the first name of the same tensor.
-        shapes: the shapes of the tensors, by these first names.
-        buffers: all names of buffers.
-        norms: for the path of each layer with deferred statistics, its buffers.
-        frozen: the paths of layers that stay in evaluation mode.
-        evaluation: whether all layers stay in evaluation mode.
-    """
+    """A copy of a module without its numbers. It never runs, so several stages can share it."""
 
     def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
         self.origin = origin
         tensors = named_tensors(module, all_names=True)
-        self.canonical = first_names(tensors)
+        self.canonical = first_names(tensors)  # each name -> the first name of the same tensor
         self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
         self.buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self.module = copied(module, _placeholder)
         layers = dict(self.module.named_modules())
-        self.norms = {
+        self.norms = {  # the buffers of layers with deferred statistics
             path: Running.of(each, path) for path, each in layers.items() if is_deferrable(each)
         }
+        # Layers that stay in evaluation mode, and whether all do.
         self.frozen = [path for path, layer in layers.items() if not layer.training]
         self.evaluation = len(self.frozen) == len(layers)
 
 
 class PartFn(Bindable):
     """A part of a model as a function of its parameters: ``fn(params, x, skips=, feeds=, state=,
-    train=)``.
+    train=)``."""
 
-    Attributes:
-        who: the name of the part's model, for messages.
-        param_shapes, buffer_shapes: the shapes of the part's tensors, by the model's names.
-        evaluation: whether the part stays in evaluation mode.
-        origin: the recorded attributes of the model. None: runs do not compare them.
-    """
-
-    who: str
-    param_shapes: Mapping[str, tuple[int, ...]]
+    who: str  # of the part's model, for messages
+    param_shapes: Mapping[str, tuple[int, ...]]  # by the model's names, as `buffer_shapes`
     buffer_shapes: Mapping[str, tuple[int, ...]]
-    evaluation: bool
-    origin: ModuleAttributes | None
+    evaluation: bool  # whether the part stays in evaluation mode
+    origin: ModuleAttributes | None  # None: runs do not compare attributes of the model
 
     def origins(self) -> list[ModuleAttributes]:
         """Return the recorded attributes of the model."""
@@ -311,19 +296,10 @@ class PartFn(Bindable):
 
 
 class ModuleFn(PartFn):
-    """A module, or a part of one, as a function of its parameters.
+    """A module, or a part of one, as a function of its parameters. ``names`` are all names of its
+    tensors."""
 
-    Attributes:
-        held: the names of the stage's tensors, with all names of tied tensors.
-        norms: for the path of each layer with deferred statistics, its buffers.
-        carry: as in `from_module`.
-        looked: the modes (training or not) in which a forward was already checked for writes into
-            buffers.
-        left: numbers that the last run left in attributes of its copy, by their places.
-        shared: the places of objects that layers of other stages share, with these layers.
-        watched: the modes in which a forward was already checked for writes into such objects.
-    """
-
+    # The places of objects that layers of other stages share, with these layers.
     shared: Mapping[str, str] = NOTHING_SHARED
 
     def __init__(
@@ -342,9 +318,11 @@ class ModuleFn(PartFn):
         self.norms = {
             path: running for path, running in skeleton.norms.items() if running.mean in names
         }
+        # The modes (training or not) in which a forward was checked for writes into buffers, and
+        # into shared objects.
         self.looked: set[bool] = set()
         self.watched: set[bool] = set()
-        self.left: dict[str, Any] = {}
+        self.left: dict[str, Any] = {}  # numbers that the last run left in attributes, by place
         self._idle: list[ModuleCopy] = []
 
     def __getstate__(self) -> dict[str, Any]:

@@ -58,18 +58,11 @@ def _arguments(x: Tree, spread: bool) -> tuple[Any, ...]:
 
 
 class Unit(NamedTuple):
-    """One layer of a Sequential; a stage consists of one or more units.
+    """One layer of a Sequential; a stage consists of one or more units."""
 
-    Attributes:
-        path: the layer's path in the model, ``"1.0"``.
-        module: the layer itself.
-        spread: whether a tuple before this layer becomes its arguments. The Sequential that
-            contains the border before the layer decides.
-    """
-
-    path: str
+    path: str  # in the model, ``"1.0"``
     module: nn.Module
-    spread: bool
+    spread: bool  # whether a tuple before this layer becomes its arguments, by the container around
 
 
 def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Module]]:

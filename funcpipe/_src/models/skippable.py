@@ -62,18 +62,12 @@ class pop(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """The declaration of a skippable class.
-
-    Attributes:
-        stash, pop: the declared names, in the given order.
-        forward: the driver that replaces the class's own forward.
-        here: whether the class itself has the decorator; False: inherited.
-    """
+    """The declaration of a skippable class."""
 
     stash: tuple[str, ...]
     pop: tuple[str, ...]
-    forward: Callable[..., Any]
-    here: bool
+    forward: Callable[..., Any]  # the driver that replaces the class's own forward
+    here: bool  # whether the class itself has the decorator; False: inherited
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Class], _Class]:
@@ -330,19 +324,12 @@ class _LayerCall:
 
 
 class Skips(NamedTuple):
-    """The skips of a module, by the names that its stage uses.
+    """The skips of a module, by the names that its stage uses."""
 
-    Attributes:
-        stash: skips stashed inside and popped by no layer inside.
-        pop: skips popped inside and stashed by no layer inside.
-        offers: skips stashed and popped inside. Later stages may pop them too.
-        inside: whether any layer stashes or pops.
-    """
-
-    stash: Mapping[str, Key]
-    pop: Mapping[str, Key]
-    offers: Mapping[str, Key]
-    inside: bool
+    stash: Mapping[str, Key]  # stashed inside and popped by no layer inside
+    pop: Mapping[str, Key]  # popped inside and stashed by no layer inside
+    offers: Mapping[str, Key]  # stashed and popped inside; later stages may pop them too
+    inside: bool  # whether any layer stashes or pops
 
 
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:

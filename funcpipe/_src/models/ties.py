@@ -26,17 +26,11 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Home:
-    """The places of a name of the model in a split.
+    """The places of a name of the model in a split."""
 
-    Attributes:
-        owners: the places that contain the tensor; the first represents all.
-        shape: the shape of the tensor.
-        saved: whether the name is in the model's ``state_dict``.
-    """
-
-    owners: tuple[Owner, ...]
+    owners: tuple[Owner, ...]  # the first represents all
     shape: tuple[int, ...]
-    saved: bool
+    saved: bool  # whether the name is in the model's ``state_dict``
 
     def among(self, params: Sequence[Mapping[str, Any]]) -> Home:
         """The home without places whose parameter now comes from another stage."""
@@ -138,12 +132,8 @@ def _ways(ties: Ties, how: Any) -> list[str]:
 class _Travelling(Bindable):
     """A stage's function whose tied parameters travel as skips.
 
-    Its draws have the keys of the inner stage, so it is not a composition.
-
-    Attributes:
-        stage: the inner stage.
-        gives: maps a parameter to the skip in which later stages get it.
-        takes: maps a parameter to the skip in which it comes from its owner.
+    ``gives`` and ``takes`` map parameters to skips. The draws have the keys of the inner stage, so
+    it is not a composition.
     """
 
     def __init__(self, stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]) -> None:

@@ -60,16 +60,9 @@ class _Leave(BaseException):
 
 
 class LayersFn(ModuleFn):
-    """Some blocks of a model as a function of their parameters.
+    """The blocks from ``first`` to before ``last`` as a function of their parameters.
 
-    Attributes:
-        cut: the blocks, and the modules before and after them.
-        first, last: the stage's blocks, without ``last``.
-        verified: (training, with gradients) for each mode in which a forward was verified.
-        shared_by_blocks: the places of objects in this stage's blocks that blocks of other stages
-            share, with these blocks. Not ``shared``, which is checked around the whole forward: all
-            stages run the modules around the blocks.
-        caches: makes the caches of slices. None: the stage runs whole sequences only.
+    Without ``caches`` for slices, the stage runs whole sequences only.
     """
 
     def __init__(
@@ -82,7 +75,7 @@ class LayersFn(ModuleFn):
         caches: SliceCaches | None = None,
     ) -> None:
         self.cut, self.first, self.last, self.caches = cut, first, last, caches
-        self.verified: set[tuple[bool, bool]] = set()
+        self.verified: set[tuple[bool, bool]] = set()  # (training, with gradients) of forwards
         self.numbers = {name: number for number, name in enumerate(cut.names)}
         tables = {
             alias
@@ -95,6 +88,8 @@ class LayersFn(ModuleFn):
         super().__init__(shape, skips, aliases, spread=True)
         blocks = {name: shape.module.get_submodule(name) for name in cut.names}
         own = {name: blocks.pop(name) for name in cut.names[first:last]}
+        # Not ``shared``, which is checked around the whole forward: all stages run the modules
+        # around the blocks.
         self.shared_by_blocks = shared_places(own, blocks)
 
     @property

@@ -42,12 +42,7 @@ results are known."""
 
 
 class UnknownValueError(PlanError):
-    """Raised if a forward needs the numbers of a tensor that another stage has.
-
-    Attributes:
-        source: the origin of the numbers.
-        need: the words before the origin in messages.
-    """
+    """Raised if a forward needs the numbers of a tensor that another stage has."""
 
     def __init__(self, source: str, need: str) -> None:
         super().__init__(f"{need} {source!r}, which another stage has")

@@ -257,20 +257,14 @@ class Running(NamedTuple):
 
 
 class NormStats(NamedTuple):
-    """The statistics of one batch norm layer over one microbatch, and how they are committed.
-
-    Attributes:
-        moments: the statistics of each call of the layer.
-        momentum: the momentum of the running averages. None: the plain average of all batches.
-        counted: whether the batch is counted.
-    """
+    """The statistics of one batch norm layer over one microbatch, and how they are committed."""
 
     IS_APART = True
     """No value here has a graph, and the layer keeps none of them."""
 
-    moments: tuple[Moments, ...]
-    momentum: float | None
-    counted: bool = True
+    moments: tuple[Moments, ...]  # of each call of the layer
+    momentum: float | None  # None: the plain average of all batches
+    counted: bool = True  # whether the batch is counted
 
 
 class CommitLayers:

@@ -15,18 +15,12 @@ from funcpipe._src.models.traced.nodes import writes_of
 
 @dataclass(frozen=True)
 class Bond:
-    """Operations that must be in one stage.
+    """Operations that must be in one stage."""
 
-    Attributes:
-        nodes: the operations, in order.
-        wrote: for a write in place: the writing operation. ``nodes`` are then its target and
-            itself.
-        buffer: the buffer that the operations write or read, if a buffer is the reason.
-    """
-
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]  # the operations, in order
+    # For a write in place, the last of its ``nodes``; the first is its target.
     wrote: fx.Node | None = None
-    buffer: str = ""
+    buffer: str = ""  # the buffer that they write or read, if it is the reason
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
         """The message if a cut separates the operations, for these stages of operations, or ""."""

@@ -37,29 +37,17 @@ from funcpipe._src.models.traced.traced import CommitBuffer, Norm, mean_by_rows,
 
 @dataclass(frozen=True)
 class Captured:
-    """A model's forward as one graph over flat values.
+    """A model's forward as one graph over flat values."""
 
-    Attributes:
-        module: the graph. Its placeholders are parameters, buffers, constants and the leaves of the
-            inputs.
-        sources: maps a placeholder to ("param" | "buffer", its first name in the model) or
-            ("const", the placeholder). Inputs are not included.
-        consts: maps a placeholder to a tensor that the forward uses and that is not registered.
-        outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
-        signature: how inputs become values, and values the output.
-        written: first names of the buffers that the forward writes, without batch norm's.
-        evaluation: whether the whole model was in evaluation mode.
-        commits: the user's ``commit=`` functions, by first names of buffers.
-    """
-
-    module: fx.GraphModule
+    module: fx.GraphModule  # its placeholders: parameters, buffers, constants and leaves of inputs
+    # Placeholder -> ("param" | "buffer", first name) or ("const", itself).
     sources: Mapping[str, tuple[str, str]]
-    consts: Mapping[str, Tensor]
-    outputs: tuple[tuple[str, Any], ...]
+    consts: Mapping[str, Tensor]  # tensors that the forward uses and that are not registered
+    outputs: tuple[tuple[str, Any], ...]  # ("value", a node) or ("constant", a leaf of the output)
     signature: Signature
-    written: frozenset[str]
-    evaluation: bool
-    commits: Mapping[str, CommitBuffer]
+    written: frozenset[str]  # buffers that the forward writes, without batch norm's
+    evaluation: bool  # whether the whole model was in evaluation mode
+    commits: Mapping[str, CommitBuffer]  # by first names of buffers
 
     def sample_output(self) -> Any:
         """The model's output on the example, with tensors without numbers."""
@@ -329,13 +317,6 @@ class _Flat:
 
     So export sees no container of the user. Our trees accept more containers than export does, and
     leaves that are not tensors are constants of a trace in any case.
-
-    Attributes:
-        leaves, spec: the leaves and structure of the example, (args, kwargs).
-        axes: for each leaf the dimension of its rows, or None.
-        names: the names of the leaves.
-        out_spec: the structure of the output, after the trace.
-        functions: Python autograd.Functions between the inputs and the output, after the trace.
     """
 
     def __init__(
@@ -352,7 +333,7 @@ class _Flat:
             raise PlanError(
                 f"the example does not fit the forward of {type(model).__name__}: {error}"
             ) from None
-        self.leaves, self.spec = flatten((args, kwargs))
+        self.leaves, self.spec = flatten((args, kwargs))  # of the example
         self.axes = [None] * len(self.leaves) if axes is None else list(axes)
         parameters = list(bound)
         self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
@@ -363,6 +344,7 @@ class _Flat:
         self.tensors = [
             number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)
         ]
+        # After the trace: the structure of the output, and the Python autograd.Functions before it.
         self.out_spec: Spec | None = None
         self.functions: set[str] = set()
 

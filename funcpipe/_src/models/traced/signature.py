@@ -16,19 +16,12 @@ from funcpipe._src.core.tree import Spec, Tree, flatten, unflatten
 
 @dataclass(frozen=True)
 class Guard:
-    """The assumptions of a trace about one leaf of the inputs.
+    """The assumptions of a trace about one leaf of the inputs."""
 
-    Attributes:
-        name: the name of the leaf in the graph.
-        constant: the leaf itself, if it is not a tensor.
-        dtype: the type of the tensor. None for a constant.
-        shape: for each dimension its size, or (symbol, least, most).
-    """
-
-    name: str
-    constant: Any
-    dtype: torch.dtype | None
-    shape: tuple[Any, ...]
+    name: str  # the name of the leaf in the graph
+    constant: Any  # the leaf itself, if it is not a tensor
+    dtype: torch.dtype | None  # None for a constant
+    shape: tuple[Any, ...]  # for each dimension its size, or (symbol, least, most)
 
     @staticmethod
     def of(node: fx.Node, ranges: Mapping[Any, Any]) -> Guard:
@@ -107,18 +100,11 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """The flattening of a model's inputs, and the structure of its output.
+    """The flattening of a model's inputs, and the structure of its output."""
 
-    Attributes:
-        guards: a guard for each leaf of the inputs.
-        keywords: the keywords of the forward, as in the example.
-        in_spec: the structure of (args, kwargs).
-        out_spec: the structure of the output.
-    """
-
-    guards: tuple[Guard, ...]
-    keywords: tuple[str, ...]
-    in_spec: Spec
+    guards: tuple[Guard, ...]  # for each leaf of the inputs
+    keywords: tuple[str, ...]  # of the forward, as in the example
+    in_spec: Spec  # of (args, kwargs)
     out_spec: Spec
 
     def values(self, x: Tree) -> dict[str, Any]:

@@ -160,47 +160,31 @@ class GraphFn(PartFn):
     """A part of a traced model as a function of its parameters.
 
     The function names no layers. Each draw has its own path in the model, wherever the cuts are.
-
-    Attributes:
-        takes: the source of each argument of the graph: ("x" | "skip" | "param" | "buffer" |
-            "const", name).
-        x: names of the values from the previous stage. A single value comes alone, several as a
-            dict.
-        y: names of the values that only the next stage reads.
-        stash: names of the values that later stages read.
-        writes: buffers that the graph writes.
-        norms: the batch norms of the graph with deferred statistics.
-        rows: a value and its axis that give the number of rows of a microbatch. None: all
-            microbatches have the same number.
-        results: names of the graph's results.
-        ends: for the last stage, the source of each leaf of the model's output: ("value", number)
-            or ("constant", itself).
-        evaluation: True: the whole model was in evaluation mode in the trace, and the graph always
-            runs as traced.
-        evaluates: True: the graph was traced in training, and a comparison showed that it computes
-            the model's evaluation mode too.
     """
 
     module: fx.GraphModule
     signature: Signature
+    # Of each argument: (kind, name), kind "x", "skip", "param", "buffer" or "const".
     takes: tuple[tuple[str, str], ...]
-    x: tuple[str, ...]
-    y: tuple[str, ...]
-    stash: tuple[str, ...]
-    writes: tuple[str, ...]
-    norms: Mapping[str, Running]
+    x: tuple[str, ...]  # values of the previous stage; several come as a dict
+    y: tuple[str, ...]  # values that only the next stage reads
+    stash: tuple[str, ...]  # values that later stages read
+    writes: tuple[str, ...]  # buffers that the graph writes
+    norms: Mapping[str, Running]  # with deferred statistics
+    # A value and its axis of rows; None: each microbatch has the same number.
     rows: tuple[str, int] | None
     results: tuple[str, ...]
+    # Of the model's output: ("value", name) or ("constant", itself).
     ends: tuple[tuple[str, Any], ...]
     first: bool
     last: bool
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_shapes: Mapping[str, tuple[int, ...]]
     consts: Mapping[str, Tensor]
-    evaluation: bool
+    evaluation: bool  # traced in evaluation mode: the graph always runs as traced
     device: torch.device
     origin: ModuleAttributes | None
-    evaluates: bool = False
+    evaluates: bool = False  # traced in training, but equal to the model's evaluation mode too
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(
         default_factory=dict, repr=False
     )
