@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +27,9 @@ from funcpipe._src.core.torch_names import (
 from funcpipe._src.core.tree import Tree, map_tensors
 from funcpipe._src.core.words import similar
 from funcpipe._src.data.identity import words_of_layers
-from funcpipe._src.data.stage import Bindable, Stage, checked_names, normalise
+from funcpipe._src.data.stage import Bindable, Out, Stage, checked_names, normalise
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.copying import copied, copied_around
-from funcpipe._src.models.kept_values import refuse_kept
-from funcpipe._src.models.module_carry import carry_apart, check_carry
 from funcpipe._src.models.norms.batchnorm import CommitLayers, Running
 from funcpipe._src.models.norms.norm_layers import (
     DeferredNorm,
@@ -46,10 +43,14 @@ from funcpipe._src.models.norms.written_buffers import (
     refuse_writes,
     version,
 )
-from funcpipe._src.models.shared_memory import refuse_shared_memory
-from funcpipe._src.models.shared_objects import NOTHING_SHARED, refuse_left_activations
 from funcpipe._src.models.skip_scope import carrying
 from funcpipe._src.models.skippable import Skips, skips_of
+from funcpipe._src.models.unfit import (
+    NOTHING_SHARED,
+    refuse_kept,
+    refuse_left_activations,
+    refuse_unfit,
+)
 
 Params: TypeAlias = dict[str, Tensor]
 State: TypeAlias = Any
@@ -106,7 +107,7 @@ def from_module(
             "fp.stage(fn))"
         )
     refuse_unfit(module)
-    check_carry(module, carry, feeds)
+    _check_carry(module, carry, feeds)
     options: dict[str, Any] = {
         "deferred": deferred,
         "carry": carry,
@@ -141,49 +142,6 @@ def stage_of(
         offers=tuple(skips.offers),
         carry=bool(carry),
     )
-
-
-def unfit(module: nn.Module) -> list[str]:
-    """List the reasons why a module cannot be a stage: it shares parameters, or is TorchScript."""
-    library = sys.modules.get("torch.distributed.fsdp")
-    names = ("FSDPModule", "FullyShardedDataParallel")
-    kinds = (
-        nn.parallel.DistributedDataParallel,
-        *(getattr(library, name) for name in names if library is not None),
-    )
-    shared = [path for path, layer in module.named_modules() if isinstance(layer, kinds)]
-    if shared:
-        return [
-            f"{repr(shared[0]) if shared[0] else 'it'} shares its parameters with other processes "
-            "in its own forward (fully_shard, DistributedDataParallel), but a plan must share them "
-            'in its own order; give the module without the wrapper, fp.ranks(plan, mesh, dp="dp") '
-            "and fp.place(plan, params, ranks, shard=True)"
-        ]
-    outermost: dict[str, nn.Module] = {}
-    for path, layer in module.named_modules():
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in outermost)
-        if isinstance(layer, torch.jit.ScriptModule) and not inside:
-            outermost[path] = layer
-    return [
-        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), "
-        "which cannot be copied as a Python module; give the module before torch.jit.script or "
-        "torch.jit.trace"
-        for path, layer in outermost.items()
-    ]
-
-
-def refuse_unfit(module: nn.Module, *, copies_buffers: bool = True) -> None:
-    """Raise PlanError if a module cannot be a stage (`unfit`), parameters or buffers have no shape
-    yet, or a buffer to copy shares memory with a parameter."""
-    raise_all(f"this {type(module).__name__} cannot be a stage:", unfit(module))
-    tensors = named_tensors(module, all_names=True)
-    lazy = [name for name, tensor in tensors.items() if nn.parameter.is_lazy(tensor)]
-    if lazy:
-        raise PlanError(
-            f"parameters {lazy} are not initialised yet; call the module once on an example first"
-        )
-    if copies_buffers:
-        refuse_shared_memory(module)
 
 
 def devices_fault(model: nn.Module) -> list[str]:
@@ -453,7 +411,7 @@ class ModuleCopy:
         skips = self.owner.skips
         store = {key: extras["skips"][name] for name, key in skips.pop.items()}
         with carrying(store) if skips.inside else _nothing:
-            y = carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who)
+            y = _carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who)
         stashed = {**skips.stash, **skips.offers}
         return y, {name: store[key] for name, key in stashed.items() if key in store}
 
@@ -498,6 +456,41 @@ class ModuleCopy:
             norm.release()
         if not changes and all([*table] == names for table, names in self.tables):
             self.owner.give_back(self)
+
+
+def _check_carry(module: nn.Module, carry: str, feeds: Sequence[str]) -> None:
+    """Raise PlanError if the forward cannot take this keyword as its carry; "" for none."""
+    if not carry:
+        return
+    who, known = type(module).__name__, inspect.signature(module.forward).parameters
+    if carry not in known and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        raise PlanError(
+            f"carry={carry!r}: the forward of {who} has no such keyword; it takes "
+            f"{', '.join(known)}"
+        )
+    if carry in feeds or carry == next(iter(known)):
+        raise PlanError(
+            f"carry={carry!r} is also {'a feed' if carry in feeds else 'the input'}; name "
+            "another keyword"
+        )
+    if any(isinstance(layer, nn.RNNBase) and layer.bidirectional for layer in module.modules()):
+        raise PlanError(
+            f"{who} is bidirectional: later slices change earlier outputs, so slices cannot run "
+            "one after the other"
+        )
+
+
+def _carry_apart(returned: Any, carry: str, who: str) -> Any:
+    """Separate the carry from a forward's output."""
+    if not carry:
+        return returned
+    if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != 2:
+        raise PlanError(
+            f"carry={carry!r}: the forward of {who} must return two values, its output and the "
+            f"carry for the next slice; it returned a {type(cast('object', returned)).__name__}"
+        )
+    y, handed = cast("tuple[Any, Any]", returned)
+    return Out(y, carry=handed)
 
 
 _nothing = nullcontext()

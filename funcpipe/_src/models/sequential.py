@@ -18,10 +18,10 @@ from funcpipe._src.data.stage import Stage
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.balance import checked_sizes
 from funcpipe._src.models.copying import copied
-from funcpipe._src.models.module import Params, State, refuse_unfit, stage_of
+from funcpipe._src.models.module import Params, State, stage_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
-from funcpipe._src.models.shared_objects import shared_places
 from funcpipe._src.models.skippable import Skips, skips_of
+from funcpipe._src.models.unfit import refuse_unfit, shared_places
 
 
 class PipeSequential(nn.Sequential):

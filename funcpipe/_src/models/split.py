@@ -25,7 +25,7 @@ from funcpipe._src.models.example import row_axes, unmarked
 from funcpipe._src.models.layers.cut import cut_layers
 from funcpipe._src.models.layers.find import Layers, find_layers
 from funcpipe._src.models.losses import ModelLoss, as_loss
-from funcpipe._src.models.module import devices_fault, named_tensors, refuse_unfit
+from funcpipe._src.models.module import devices_fault, named_tensors
 from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters, by_time
 from funcpipe._src.models.sequential import cut_sequential, units_of
 from funcpipe._src.models.split_model import Split, assemble
@@ -35,6 +35,7 @@ from funcpipe._src.models.traced.export import Captured, callers, capture
 from funcpipe._src.models.traced.signature import as_call
 from funcpipe._src.models.traced.traced import CommitBuffer
 from funcpipe._src.models.traced.units import units_of_graph
+from funcpipe._src.models.unfit import refuse_unfit
 from funcpipe._src.models.verify import try_once, verify, verify_evaluation
 
 

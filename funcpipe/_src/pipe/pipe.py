@@ -32,8 +32,8 @@ from funcpipe._src.engine.run import run
 from funcpipe._src.engine.vjp import vjp
 from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.models.example import bare
-from funcpipe._src.models.module import unfit
 from funcpipe._src.models.sequential import PipeSequential, is_row
+from funcpipe._src.models.unfit import unfit
 from funcpipe._src.pipe.border import (
     attach,
     count_microbatches,

@@ -44,9 +44,9 @@ from funcpipe._src.models.layers.unknown import (
     unknown_like,
 )
 from funcpipe._src.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
-from funcpipe._src.models.shared_objects import refuse_left_activations, shared_places
 from funcpipe._src.models.skippable import Skips
 from funcpipe._src.models.traced.signature import as_call
+from funcpipe._src.models.unfit import refuse_left_activations, shared_places
 
 INPUTS = "inputs"
 """The skip in which the model's inputs travel from the first stage to all other stages."""
