@@ -409,8 +409,7 @@ def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
         raise PlanError(
             "plan_for needs a cost with one number per layer, as fp.models.profile measures it; "
-            "one "
-            "number for all layers does not give their count: Cost(forward=[1.0] * 12)"
+            "one number for all layers does not give their count: Cost(forward=[1.0] * 12)"
         )
     return layers.num_stages
 

@@ -248,8 +248,7 @@ class _LayerCall:
         if backward_number() != -1:
             raise PlanError(
                 f"{self._who} pops {label(key)!r} in a backward: torch.utils.checkpoint computes "
-                "the "
-                "layer again there, when its skip no longer exists; pop outside of the "
+                "the layer again there, when its skip no longer exists; pop outside of the "
                 "checkpointed part and pass the value in, or use fp.schedules.remat for the stage"
             )
         stashed = sorted(map(label, self.store))
@@ -353,8 +352,7 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
             if key in stashes:
                 faults.append(
                     f"{_layer(path, layer)} stashes {label(key)!r} again, which {stashes[key]!r} "
-                    "already "
-                    "stashes; separate them: isolate(fp.models.Namespace())"
+                    "already stashes; separate them: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
         pops += [(_key(layer, name), path) for name in declared.pop if name not in both]

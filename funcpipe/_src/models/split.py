@@ -188,6 +188,12 @@ class _CutArguments(NamedTuple):
         """Whether neither names nor sizes determine the cuts."""
         return not self.at and self.balance is None
 
+    @property
+    def total(self) -> int | None:
+        """The number of units that the sizes in ``balance`` have together."""
+        given = isinstance(self.balance, Sequence)
+        return sum(size for size in self.balance if isinstance(size, int)) if given else None
+
     def check(self) -> None:
         """Raise PlanError for a wrong argument, or for several that determine the cuts."""
         count = self.num_stages
@@ -281,15 +287,9 @@ def _sizes_by_names(units: Units, cuts: dict[str, str], num_stages: int | None) 
 
 
 def _sequential(model: nn.Sequential, cuts: _CutArguments, ties: Any, loss: Any) -> Split:
-    sizes = cuts.balance
-    total = (
-        sum(size for size in sizes if isinstance(size, int))
-        if isinstance(sizes, Sequence)
-        else None
-    )
     # Sizes that sum to the outer layers count outer layers, so nested Sequentials remain whole.
     # Otherwise all inner layers count.
-    flat = total != len(model)
+    flat = cuts.total != len(model)
     units = _module_units(units_of(model, flat=flat))
     parts = cut_sequential(model, cuts.sizes(units), flat=flat)
     return assemble(model, parts, ties=ties, loss=None if loss is None else as_loss(loss, model))
@@ -370,15 +370,12 @@ def _stage_starts(captured: Captured, model: nn.Module, cuts: _CutArguments) -> 
             )
             raise PlanError(
                 f"num_stages is {count}, but {origin} {len(positions) + 1} stages; leave one of "
-                "them "
-                "out"
+                "them out"
             )
         return positions
-    given = cuts.balance if isinstance(cuts.balance, Sequence) else None
-    if count is None and given is not None:
-        count = len(given)
-    total = None if given is None else sum(size for size in given if isinstance(size, int))
-    units, starts = units_of_graph(captured, model, count, total=total)
+    if count is None and isinstance(cuts.balance, Sequence):
+        count = len(cuts.balance)
+    units, starts = units_of_graph(captured, model, count, total=cuts.total)
     sizes = cuts.sizes(units, joining_buffers(captured))
     return [starts[end] for end in accumulate(sizes[:-1])]
 

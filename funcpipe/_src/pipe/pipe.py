@@ -258,8 +258,7 @@ class Pipe(Anchored):
         if torch.compiler.is_exporting():
             raise PlanError(
                 "torch.export traces one graph, but a Pipe runs on several lanes; export the "
-                "layers "
-                "themselves: torch.export.export(nn.Sequential(*pipe), ...); the parameters are "
+                "layers themselves: torch.export.export(nn.Sequential(*pipe), ...); the parameters are "
                 "the same"
             )
         # A pipeline runs on threads, which dynamo cannot trace. So torch.compile leaves it as it

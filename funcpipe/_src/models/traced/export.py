@@ -12,7 +12,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -195,11 +195,18 @@ def capture(
         {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}},
         norms,
     )
-    _refuse_views(model, written)
+    _refuse_views(model, written.keys())
     dependent = {
         sources.get(node.name) for node in dependents_of(module, placeholders.values(), norms)
     }
-    commits = {**dict.fromkeys(_of_instance_norms(module, sources), mean_by_rows), **commits}
+    # The running statistics of instance norms are averages over rows.
+    instance_norm = torch.ops.aten.instance_norm.default
+    averages = [
+        name
+        for name, writers in written.items()
+        if all(node.target is instance_norm for node in writers)
+    ]
+    commits = {**dict.fromkeys(averages, mean_by_rows), **commits}
     unknown = sorted(
         name for name in written if ("buffer", name) in dependent and name not in commits
     )
@@ -217,7 +224,9 @@ def capture(
         for result in results
     )
     evaluation = not any(layer.training for layer in model.modules())
-    return Captured(module, sources, consts, outputs, signature, written, evaluation, commits)
+    return Captured(
+        module, sources, consts, outputs, signature, frozenset(written), evaluation, commits
+    )
 
 
 def _commits(
@@ -288,24 +297,14 @@ def _norms(
     return norms
 
 
-def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the buffers that only instance norms write. They are averages over rows."""
-    writers: dict[str, set[bool]] = {}
-    for node, root in writes_of(module):
-        kind, name = sources.get(root.name, ("", ""))
-        if kind == "buffer":
-            writers.setdefault(name, set()).add(node.target is torch.ops.aten.instance_norm.default)
-    return [name for name, kinds in writers.items() if kinds == {True}]
-
-
-def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
+def _refuse_views(model: nn.Module, written: Set[str]) -> None:
     """Raise PlanError for written buffers that share memory, because each stage has its own."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     where: dict[int, list[str]] = {}
-    for name, buffer in buffers.items():
-        where.setdefault(buffer.untyped_storage().data_ptr(), []).append(name)
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            where.setdefault(buffer.untyped_storage().data_ptr(), []).append(name)
     for names in where.values():
-        if len(names) > 1 and written & set(names):
+        if len(names) > 1 and not written.isdisjoint(names):
             raise PlanError(
                 f"the buffers {names} share memory and the forward writes into it; make them one "
                 "buffer"
@@ -462,11 +461,15 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
 
 def _written(
     module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
-) -> frozenset[str]:
-    """The buffers that the forward writes. Raises PlanError for writes to other inputs."""
-    written: set[str] = set()
+) -> dict[str, list[fx.Node]]:
+    """The buffers that the forward writes, with the operations that write each.
+
+    Raises PlanError for writes to parameters, constants and inputs.
+    """
+    written: dict[str, list[fx.Node]] = {}
     faults: list[str] = []
     statistics = {name for norm in norms.values() for name in norm.running[:2]}
+    batch_norms = norms_of(module)
     for node, root in writes_of(module, norms):
         kind, name = sources.get(root.name, ("", ""))
         fault = {
@@ -475,11 +478,11 @@ def _written(
             "input": f"it writes into its input {name!r}; clone it first",
         }.get(kind, "")  # none for a value of the forward
         if kind == "buffer":
-            written.add(name)
+            written.setdefault(name, []).append(node)
             if name in statistics:
                 fault = f"it writes into {name!r}, which a batch norm updates"
-            elif node in norms_of(module):
+            elif node in batch_norms:
                 fault = f"batch norm updates a part of {name!r}, or after another write"
         faults += [f"{fault}, in {node.name}"] if fault else []
     raise_all("the model's forward is not pure:", faults)
-    return frozenset(written)
+    return written

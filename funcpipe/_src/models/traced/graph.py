@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
     body = captured.body
     layers = [layers_of(captured.module, node) for node in body]
     known = [name for name, _ in model.named_modules() if name]
-    starts: dict[int, str] = {}
+    starts: set[int] = set()
     faults: list[str] = []
     for name, side in at.items():
         if side not in ("before", "after"):
@@ -63,12 +64,10 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             continue
         hits = [i for i, inside in enumerate(layers) if any(_within(path, name) for path in inside)]
         if not hits:
-            path = name.partition("@")[0]
-            unknown = f"the model has no such module{similar(name, known)}"
-            faults.append(
-                f"at[{name!r}]: "
-                f"{'no operation of its forward was traced' if path in known else unknown}"
-            )
+            reason = "no operation of its forward was traced"
+            if name.partition("@")[0] not in known:
+                reason = f"the model has no such module{similar(name, known)}"
+            faults.append(f"at[{name!r}]: {reason}")
             continue
         edge, start = (hits[0], hits[0]) if side == "before" else (hits[-1], hits[-1] + 1)
         others = {
@@ -87,7 +86,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
                 f"at[{name!r}] {side}: no operation runs {side} it, so a stage would be empty"
             )
         else:
-            starts[start] = name
+            starts.add(start)
     raise_all("the model cannot be cut there:", faults)
     return sorted(starts)
 
@@ -105,11 +104,8 @@ def marked(captured: Captured) -> list[int]:
 
 
 def _within(path: str, name: str) -> bool:
-    return (
-        path == name or path.startswith((f"{name}.", f"{name}@"))
-        if "@" not in name
-        else path == name
-    )
+    inside = "@" not in name and path.startswith((f"{name}.", f"{name}@"))
+    return path == name or inside
 
 
 def _computes(nodes: Sequence[fx.Node]) -> bool:
@@ -289,20 +285,12 @@ def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> CutEdge:
     sample = value.meta.get("val")
     if not isinstance(sample, Tensor):
         return CutEdge(value.name, source, targets, "int", (), 0)
+    dtype = str(sample.dtype).removeprefix("torch.")
     shape = tuple(size if isinstance(size, int) else "rows" for size in sample.shape)
-    return CutEdge(
-        value.name,
-        source,
-        targets,
-        str(sample.dtype).removeprefix("torch."),
-        shape,
-        row_bytes(sample),
-    )
+    return CutEdge(value.name, source, targets, dtype, shape, row_bytes(sample))
 
 
 def row_bytes(sample: Any) -> int:
     """Bytes of a traced tensor for one row; of the whole tensor if the number of rows is fixed."""
-    count = 1
-    for size in sample.shape:
-        count *= size if isinstance(size, int) else 1
-    return count * sample.element_size()
+    sizes = (size for size in sample.shape if isinstance(size, int))
+    return prod(sizes) * sample.element_size()

@@ -39,15 +39,13 @@ class Guard:
     def faults(self, value: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
         """Describe how a leaf differs from the traced leaf."""
         if self.dtype is None:
-            same = value is self.constant or (
-                type(value) is type(self.constant) and value == self.constant
-            )
-            traced = (
+            alike = type(value) is type(self.constant)
+            if value is self.constant or (alike and value == self.constant):
+                return []
+            return [
                 f"{self.name} was {self.constant!r} in the trace, and the graph contains this "
-                "value "
-                "as a constant"
-            )
-            return [] if same else [f"{traced}; got {value!r}"]
+                f"value as a constant; got {value!r}"
+            ]
         if not isinstance(value, Tensor):
             return [f"{self.name} was a tensor; got a {type(value).__name__}"]
         if value.dtype != self.dtype or value.dim() != len(self.shape):
@@ -56,10 +54,8 @@ class Guard:
         for dim, (size, expected) in enumerate(zip(value.shape, self.shape, strict=True)):
             if isinstance(expected, int):
                 if size != expected:
-                    out.append(
-                        f"{self.name} was {self}; got {tuple(value.shape)}: dimension {dim} is "
-                        "fixed"
-                    )
+                    got = f"got {tuple(value.shape)}: dimension {dim} is fixed"
+                    out.append(f"{self.name} was {self}; {got}")
                 continue
             symbol, least, most = expected
             first = sizes.setdefault(symbol, (size, self.name))
@@ -68,8 +64,7 @@ class Guard:
             elif not least <= size <= most:
                 out.append(
                     f"{self.name} has size {size} in dimension {dim}; the trace is valid for "
-                    f"{least} "
-                    f"to {most}"
+                    f"{least} to {most}"
                 )
         return out
 
@@ -91,11 +86,8 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
         return size
     bounds = ranges.get(size.node.expr)
     least, most = (0, float("inf")) if bounds is None else (bounds.lower, bounds.upper)
-    return (
-        str(size.node.expr),
-        int(least),
-        float("inf") if not str(most).isdigit() else int(str(most)),
-    )
+    most = int(str(most)) if str(most).isdigit() else float("inf")
+    return str(size.node.expr), int(least), most
 
 
 @dataclass(frozen=True)

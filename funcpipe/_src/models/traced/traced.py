@@ -6,6 +6,7 @@ and devices.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -121,11 +122,8 @@ def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
                 continue
             layer = norms.get(node) or _draw(node, layer_of(node), drawn)
             if layer is not None:
-                name = (
-                    f"{node.name}_of_{layer.path or 'model'}".replace(".", "_")
-                    .replace("@", "_call_")
-                    .replace("#", "_")
-                )
+                path = (layer.path or "model").replace("@", "_call_")
+                name = re.sub(r"[.#]", "_", f"{node.name}_of_{path}")
                 graph_module.add_module(name, layer)
                 with graph_module.graph.inserting_before(node):
                     call = graph_module.graph.call_module(name, node.args, node.kwargs)
@@ -374,8 +372,7 @@ class CommitGraph:
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
                 raise PlanError(
                     f"commit[{name!r}] returned a {type(made).__name__}{_form(made)}, but the "
-                    "buffer "
-                    f"is a tensor{_form(old)}; return a tensor of that shape and type"
+                    f"buffer is a tensor{_form(old)}; return a tensor of that shape and type"
                 )
         return new
 
@@ -397,10 +394,8 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
                 node.args = map_aggregate(node.args, swap)
                 node.kwargs = map_aggregate(node.kwargs, swap)
                 # Autocast names its device by a text, which `swap` leaves unchanged.
-                if (
-                    node.target is torch.ops.higher_order.wrap_with_autocast
-                    and node.args[0] == old.type
-                ):
+                autocast = node.target is torch.ops.higher_order.wrap_with_autocast
+                if autocast and node.args[0] == old.type:
                     node.args = (new.type, *node.args[1:])
             part.recompile()
     return moved
