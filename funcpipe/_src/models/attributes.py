@@ -26,10 +26,10 @@ from funcpipe._src.core.torch_names import (
     buffers_of,
     children_of,
     parameters_of,
-    version,
 )
 from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
+from funcpipe._src.models.norms.written_buffers import version
 
 _NUMBERS_AND_TEXTS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
@@ -187,7 +187,7 @@ class ModuleAttributes:
         self.seen.add(id(value))
         self.kept.append(value)
         if isinstance(value, Tensor):
-            self.tensors.append((place, name, uses, value, _writes(value)))
+            self.tensors.append((place, name, uses, value, version(value)))
         elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
             self.empty.append((place, name, uses, value))
         # Objects of torch and of this package change their attributes themselves.
@@ -285,7 +285,7 @@ class ModuleAttributes:
             if container and is_setting:
                 yield Change(place, name, uses, type(container)(), container)
         for place, name, uses, tensor, writes in self.tensors:
-            if _writes(tensor) != writes:
+            if version(tensor) != writes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
     def _counts(self, table: _Noted, key: Any, old: Any, new: Any) -> bool:
@@ -368,10 +368,6 @@ def _same(old: Any, new: Any) -> bool:
         return len(old) == len(new) and all(map(_same, map(_weakly, old), new))
     # NaN differs from itself, but an unchanged NaN is not a change.
     return bool(old == new) or (old != old and new != new)  # NaN
-
-
-def _writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version(tensor)
 
 
 def place_inside(place: str, key: Any) -> str:

@@ -64,25 +64,14 @@ class Balance(tuple[int, ...]):
         ]
         ends = pairwise(accumulate(self, initial=0))
         columns = zip(self, ends, self.times, self.memory, self.remat, strict=True)
-        rows = [
-            (
-                *(
-                    str(part),
-                    str(count),
-                    f"{first}-{end - 1}" if count > 1 else str(first),
-                    f"{time:.6g}",
-                ),
-                *(f"{memory:.6g}" if any(self.memory) else "", "yes" if remat else ""),
-            )
-            for part, (count, (first, end), time, memory, remat) in enumerate(columns)
-        ]
-        return page(
-            "Balance",
-            facts,
-            Table(
-                "Parts", ("part", "layers", "which", "time", "memory", "remat"), tuple(rows)
-            ).html(),
-        )
+        rows: list[tuple[str, ...]] = []
+        for part, (count, (first, end), time, memory, remat) in enumerate(columns):
+            which = f"{first}-{end - 1}" if count > 1 else str(first)
+            kept = f"{memory:.6g}" if any(self.memory) else ""
+            words = f"{time:.6g}", kept, "yes" if remat else ""
+            rows.append((str(part), str(count), which, *words))
+        heads = ("part", "layers", "which", "time", "memory", "remat")
+        return page("Balance", facts, Table("Parts", heads, tuple(rows)).html())
 
 
 class _PartCost(NamedTuple):

@@ -7,11 +7,12 @@ order to run them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import inf
-from operator import index, itemgetter
+from operator import add, attrgetter, index, itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple, cast, get_args
 
@@ -215,7 +216,7 @@ def _choice(
                 candidates.append(candidate)
                 values.append(candidate.tried.value)
                 told.to(len(candidates))
-    candidates.sort(key=_rank)
+    candidates.sort(key=attrgetter("rank"))
     fitting = [candidate for candidate in candidates if candidate.tried.value < inf]
     if not fitting:
         reasons = [
@@ -236,17 +237,10 @@ def _choice(
         told.phase(f"search {number + 1} of {len(fitting[:_FINALISTS])}", ways + number)
         first = candidate.found
         assert first is not None
+        options = {**cases[0].options, "seconds": seconds * (1 - _SHARE) / _FINALISTS}
         try:
-            longer = search(
-                candidate.cost,
-                num_devices=len(candidate.limits),
-                num_microbatches=candidate.tried.num_microbatches,
-                placement=candidate.tried.placement,
-                memory_limit=candidate.limits,
-                evaluations=evaluations,
-                seconds=seconds * (1 - _SHARE) / _FINALISTS,
-                progress=told.on and (lambda _: told.again()),
-                **cases[0].options,
+            longer = candidate.search(
+                evaluations, progress=told.on and (lambda _: told.again()), **options
             )
         # The time limit can end the longer search before it finds any schedule that fits. The first
         # search found one.
@@ -278,14 +272,26 @@ class _Candidate(NamedTuple):
     over: float
     found: Found | None = None
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The sort key, smaller is better: the objective, then the lacking memory."""
+        return self.tried.value, self.over
+
     def without(self, reason: str) -> _Candidate:
         """The same candidate, marked as one that does not fit."""
         return self._replace(tried=self.tried._replace(reason=reason))
 
-
-def _rank(candidate: _Candidate) -> tuple[float, float]:
-    """The sort key of candidates, smaller is better: the objective, then the lacking memory."""
-    return candidate.tried.value, candidate.over
+    def search(self, evaluations: int, **options: Any) -> Found:
+        """Search a schedule for this partition on its placement."""
+        return search(
+            self.cost,
+            num_devices=len(self.limits),
+            num_microbatches=self.tried.num_microbatches,
+            placement=self.tried.placement,
+            memory_limit=self.limits,
+            evaluations=evaluations,
+            **options,
+        )
 
 
 def _counts(
@@ -367,15 +373,7 @@ class _Case(NamedTuple):
         if min(room) <= 0:
             return candidate.without(f"the parameters alone fill device {room.index(min(room))}")
         try:
-            result = search(
-                cost,
-                num_devices=len(room),
-                num_microbatches=self.num_microbatches,
-                placement=shape,
-                memory_limit=room,
-                evaluations=20,
-                **self.options,
-            )
+            result = candidate.search(20, **self.options)
         except ScheduleError as error:
             return candidate.without(str(error))
         tried = candidate.tried._replace(value=result.value, reason=result.schedule.name)
@@ -389,7 +387,7 @@ def _best_candidates(case: _Case, share: int, deadline: float) -> Iterator[_Cand
         starts = sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits), shape)})
         # Cached, because the moves of single layers reach the same partition several times.
         look = cache(partial(case.look, shape=shape))
-        best = min(map(look, starts), key=_rank)
+        best = min(map(look, starts), key=attrgetter("rank"))
         while (next_best := _better_neighbour(best, look, deadline)) is not None:
             best = next_best
         yield best
@@ -400,7 +398,7 @@ def _better_neighbour(
 ) -> _Candidate | None:
     """The first better neighbour. None: there is none, or the time is over."""
     for sizes in _neighbours(best.tried.sizes):
-        if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
+        if perf_counter() < deadline and look(sizes).rank < best.rank:
             return look(sizes)
     return None
 
@@ -428,31 +426,17 @@ def _cuts(case: _Case, stages: int, shape: str) -> Iterator[Sequence[int]]:
     yield balance(times, stages, speeds=speeds)
     if min(limits) == inf:
         return
-    yield balance(
-        [residual + weight for residual, weight in zip(memory, weights, strict=True)], stages
-    )
+    yield balance([*map(add, memory, weights)], stages)
     if stages > len(limits):
         return
     total = sum(weights) + count * sum(memory)  # replaces an infinite limit by a finite number
     finite = [min(limit, total) for limit in limits]
-    for window in (
-        lambda stage: stages - stage,
-        lambda stage: 2 * (stages - stage) - 1,
-        lambda stage: 1,
-    ):
-        in_flight = [min(count, window(stage)) for stage in range(stages)]
-        try:
-            yield balance(
-                times,
-                stages,
-                memory=memory,
-                fixed=weights,
-                limit=finite,
-                in_flight=in_flight,
-                speeds=speeds,
-            )
-        except PlanError:
-            continue
+    below = range(stages, 0, -1)  # for each stage, the number of stages from it on
+    options: dict[str, Any] = {"fixed": weights, "limit": finite, "speeds": speeds}
+    for windows in (below, [2 * depth - 1 for depth in below], [1] * stages):
+        in_flight = [min(count, window) for window in windows]
+        with suppress(PlanError):
+            yield balance(times, stages, memory=memory, in_flight=in_flight, **options)
 
 
 def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

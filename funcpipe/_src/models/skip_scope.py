@@ -6,10 +6,10 @@ call of a module. `skippable` has the layers that use the store.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import uuid
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from funcpipe._src.core.tree import Tree
 _number = itertools.count()
 
 
-@functools.total_ordering
+@dataclass(init=False, repr=False, order=True, unsafe_hash=True, slots=True)
 class Namespace:
     """A key that separates skips with equal names: ``Layer().isolate(Namespace())``.
 
@@ -44,22 +44,14 @@ class Namespace:
         PlanError: the name is not a string, or contains "/".
     """
 
-    __slots__ = ("_identity", "name")
+    name: str
+    _unique: str
 
     def __init__(self, name: str = "") -> None:
         if not isinstance(name, str) or "/" in name:
             raise PlanError(f"the name of a namespace is a str without '/'; got {name!r}")
         self.name = name or f"ns{next(_number)}"
-        self._identity = (self.name, "" if name else uuid.uuid4().hex)
-
-    def __eq__(self, other: object) -> bool:
-        return self._identity == other._identity if isinstance(other, Namespace) else NotImplemented
-
-    def __lt__(self, other: Namespace) -> bool:
-        return self._identity < other._identity if isinstance(other, Namespace) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
+        self._unique = "" if name else uuid.uuid4().hex
 
     def __repr__(self) -> str:
         return f"Namespace({self.name!r})"

@@ -297,13 +297,10 @@ class _LayerCall:
                     f"stash={{...}})"
                 )
             result = result.y
-        declared = [
-            *(("stash", name) for name in self.declared.stash),
-            *(("pop", name) for name in self.declared.pop),
-        ]
         faults = [
             f"declares {verb} {name!r} but did not {verb} it"
-            for verb, name in declared
+            for verb, names in (("stash", self.declared.stash), ("pop", self.declared.pop))
+            for name in names
             if (verb, name) not in self.done
         ]
         raise_all(
@@ -339,42 +336,41 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     stashes: dict[Key, str] = {}
     pops: list[tuple[Key, str]] = []
     faults: list[str] = []
+
+    def where(path: str) -> str:
+        kind = type(module.get_submodule(path)).__name__
+        return f"{path!r} ({kind})" if path else kind
+
     for path, layer in module.named_modules(remove_duplicate=False):
         declared: Declared | None = getattr(type(layer), "_skips", None)
         if declared is None:
             continue
         both = [name for name in declared.stash if name in declared.pop]
         faults += [
-            f"{_layer(path, layer)} both stashes and pops {label(_key(layer, name))!r}"
-            for name in both
+            f"{where(path)} both stashes and pops {label(_key(layer, name))!r}" for name in both
         ]
         for key in (_key(layer, name) for name in declared.stash if name not in both):
             if key in stashes:
                 faults.append(
-                    f"{_layer(path, layer)} stashes {label(key)!r} again, which {stashes[key]!r} "
+                    f"{where(path)} stashes {label(key)!r} again, which {stashes[key]!r} "
                     "already stashes; separate them: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
         pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
     for key, path in pops:
-        where = _layer(path, module.get_submodule(path))
         if key in stashes and _before(module, path, stashes[key]):
             faults.append(
-                f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, "
+                f"{where(path)} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, "
                 "stashes it"
             )
         elif whole and key not in stashes:
-            faults.append(f"{where} pops {label(key)!r}, but no layer stashes it")
+            faults.append(f"{where(path)} pops {label(key)!r}, but no layer stashes it")
     popped = {key for key, _ in pops}
-    if whole:
-        unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
-        faults += [
-            (
-                f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer "
-                "pops it"
-            )
-            for key, path in unpopped
-        ]
+    faults += [
+        f"{where(path)} stashes {label(key)!r}, but no layer pops it"
+        for key, path in stashes.items()
+        if whole and key not in popped
+    ]
     faults += _ambiguous([*stashes, *popped])
     raise_all("stash and pop do not match:", faults)
     return Skips(
@@ -385,31 +381,20 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
     )
 
 
-def _layer(path: str, layer: nn.Module) -> str:
-    return f"{path!r} ({type(layer).__name__})" if path else type(layer).__name__
-
-
 def _before(module: nn.Module, first: str, second: str) -> bool:
     """Whether one layer surely runs before another: a Sequential is innermost around both."""
-    a, b = first.split("."), second.split(".")
-    depth = next(
-        (i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None
-    )
-    if depth is None:  # one path contains the other, so their order is unknown
-        return False
-    common = module.get_submodule(".".join(a[:depth]))
-    order = list(children_of(common))
-    return isinstance(common, nn.Sequential) and order.index(a[depth]) < order.index(b[depth])
+    common = module
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            order = list(children_of(common))
+            return isinstance(common, nn.Sequential) and order.index(a) < order.index(b)
+        common = common.get_submodule(a)
+    return False  # one path contains the other, so their order is unknown
 
 
 def _ambiguous(keys: list[Key]) -> list[str]:
     """List a fault for each name that several skips share."""
     by_label: dict[str, Key] = {}
     unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
-    return [
-        (
-            f"two skips have the same name {name!r}; give their namespaces different names: "
-            "fp.models.Namespace('name')"
-        )
-        for name in sorted(unlike)
-    ]
+    advice = "give their namespaces different names: fp.models.Namespace('name')"
+    return [f"two skips have the same name {name!r}; {advice}" for name in sorted(unlike)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -180,11 +181,8 @@ class Split:
                     rest[name] = _like(rest[name], tensor, loaded)
                 for kind, stage, key in home.owners:
                     tree: Any = trees[kind][stage]
-                    tree[key] = _like(
-                        {"params": self.params, "state": self.state}[kind][stage][key],
-                        tensor,
-                        loaded,
-                    )
+                    before = self.params if kind == "params" else self.state
+                    tree[key] = _like(before[stage][key], tensor, loaded)
         return replace(self, params=tuple(trees["params"]), state=tuple(trees["state"]), rest=rest)
 
     def _faults(self, state_dict: Mapping[str, Tensor], strict: bool) -> list[str]:
@@ -223,11 +221,9 @@ class Split:
             The graph as Python for a traced stage; the structure of the modules for other stages.
         """
         inner = innermost(self.stages[stage])
-        return (
-            inner.module.code
-            if isinstance(inner, GraphFn)
-            else str(getattr(inner, "skeleton", inner))
-        )
+        if isinstance(inner, GraphFn):
+            return inner.module.code
+        return str(getattr(inner, "skeleton", inner))
 
     @property
     def facts(self) -> Facts:
@@ -249,9 +245,8 @@ class Split:
     def _repr_html_(self) -> str:
         heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "passes on, takes")
         rows: list[tuple[str, ...]] = []
-        for index, (stage, params, state) in enumerate(
-            zip(self.stages, self.params, self.state, strict=True)
-        ):
+        parts = zip(count(), self.stages, self.params, self.state, strict=False)
+        for index, stage, params, state in parts:
             numel = sum(tensor.numel() for tensor in params.values())
             sizes = (f"{len(params)}", f"{numel:,}", _size(params), _size(state) if state else "")
             rows.append((str(index), stage.name, *sizes, "; ".join(self._borders(index))))
@@ -270,9 +265,8 @@ class Split:
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
-        for index, (stage, params, state) in enumerate(
-            zip(self.stages, self.params, self.state, strict=True)
-        ):
+        parts = zip(count(), self.stages, self.params, self.state, strict=False)
+        for index, stage, params, state in parts:
             numel = sum(tensor.numel() for tensor in params.values())
             lines.append(
                 f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, "
@@ -290,11 +284,8 @@ class Split:
     def _borders(self, index: int) -> list[str]:
         stage = self.stages[index]
         if not self.edges:
-            return [
-                f"{word} {', '.join(names)}"
-                for word, names in (("stash", stage.stash), ("pop", stage.pop))
-                if names
-            ]
+            words = (("stash", stage.stash), ("pop", stage.pop))
+            return [f"{word} {', '.join(names)}" for word, names in words if names]
         lines: list[str] = []
         for edge in self.edges:
             if edge.source == index:

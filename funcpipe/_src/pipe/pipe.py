@@ -7,7 +7,7 @@ autograd graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import islice
 from operator import index
 from typing import Any, overload
 
@@ -134,11 +134,8 @@ class Pipe(Anchored):
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
         raise_all("no such Pipe:", faults)
-        self._chunks, self._checkpoint, self._deferred = (
-            index(chunks),
-            checkpoint,
-            bool(deferred_batch_norm),
-        )
+        self._chunks, self._checkpoint = index(chunks), checkpoint
+        self._deferred = bool(deferred_batch_norm)
         self._merge, self._ranges = merge, ranges
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
         # Not add_module: it refuses a layer named like an attribute of Pipe, such as "devices".
@@ -190,11 +187,10 @@ class Pipe(Anchored):
         next call.
         """
         self._views = self._views or tuple(self._kind() for _ in self.balance)
-        for view, end, count in zip(
-            self._views, accumulate(self.balance), self.balance, strict=True
-        ):
+        layers = iter(self._layers())
+        for view, count in zip(self._views, self.balance, strict=True):
             children_of(view).clear()
-            children_of(view).update(self._layers()[end - count : end])
+            children_of(view).update(islice(layers, count))
             view.training = self.training
         return self._views
 
@@ -222,12 +218,8 @@ class Pipe(Anchored):
 
     def extra_repr(self) -> str:
         """Show the options, and a line for each stage."""
-        lines = [
-            (
-                f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
-                f"deferred_batch_norm={self.deferred_batch_norm}"
-            )
-        ]
+        options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        lines = [f"{options}, deferred_batch_norm={self.deferred_batch_norm}"]
         for stage, (part, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
             lines.append(f"stage {stage} on {device}: {', '.join(children_of(part))}")
         return "\n".join(lines)
@@ -298,6 +290,7 @@ class Pipe(Anchored):
         # draws after all, advance the generator below. So a model without draws consumes no seed,
         # like the plain Sequential.
         seed = _draw(torch.default_generator if draws else torch.default_generator.clone_state())
+        options: dict[str, Any] = {"state": state, "seed": seed, "ranges": self._ranges}
         pullback = None
         with without_saved_tensor_hooks():
             if graph:
@@ -306,15 +299,11 @@ class Pipe(Anchored):
                     {name: param.requires_grad for name, param in stage_params.items()}
                     for stage_params in params
                 )
-                options: dict[str, Any] = {
-                    "trainable": flags,
-                    "input_grads": input_grads,
-                    "ranges": self._ranges,
-                }
-                result, pullback = vjp(plan, params, inputs, state=state, seed=seed, **options)
+                result, pullback = vjp(
+                    plan, params, inputs, trainable=flags, input_grads=input_grads, **options
+                )
             else:
-                plan = stages.plan(count, None)
-                result = run(plan, params, inputs, state=state, seed=seed, ranges=self._ranges)
+                result = run(stages.plan(count, None), params, inputs, **options)
         outputs: Any = result.outputs
         if not tensors_of(outputs):
             raise PlanError(
@@ -429,9 +418,8 @@ def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
         positive = False
     faults: list[str] = []
     if not positive:
-        named = f"; give the balance by name, balance={chunks!r}" * isinstance(
-            chunks, (list, tuple)
-        )
+        is_balance = isinstance(chunks, (list, tuple))
+        named = f"; give the balance by name, balance={chunks!r}" if is_balance else ""
         faults.append(f"number of chunks must be positive integer; got {chunks!r}{named}")
     if checkpoint not in CHECKPOINTS:
         faults.append(

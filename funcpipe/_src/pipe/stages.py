@@ -49,9 +49,10 @@ class Stages:
         self.train = any(module.training for layer in model for module in layer.modules())
         # origin=False: Pipe itself compares the attributes before each call.
         parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)
+        # The model itself has no tensors.
         homes: dict[str, TensorHome] = {
-            f"{path}.{name}" if path else name: (layer, name)
-            for path, layer in model.named_modules(remove_duplicate=False)
+            f"{path}.{name}": (layer, name)
+            for path, layer in _layers(model).items()
             for name in (*parameters_of(layer), *buffers_of(layer))
         }
         self.stages = [stage for stage, _, _ in parts]
@@ -79,13 +80,15 @@ class Stages:
             if checkpoint == "always" or (checkpoint == "except_last" and last):
                 kept = last if checkpoint == "except_last" else -1
                 schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
-            options: dict[str, Any] = {
-                "devices": self.layout.devices,
-                "ties": self.ties,
-                "train": self.train,
-            }
-            options["merge"] = self.merge
-            plan = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
+            plan = self.plans[key] = make_plan(
+                self.stages,
+                schedule,
+                outputs=True,
+                devices=self.layout.devices,
+                ties=self.ties,
+                train=self.train,
+                merge=self.merge,
+            )
         return plan
 
     def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
@@ -162,31 +165,28 @@ class ModuleSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.attributes = ModuleAttributes(model, all_names=True)
-        self.paths, self.modules = _named_layers(model)
-        self.tensors = _pattern(self.modules)
+        self.layers = _layers(model)
+        self.tensors = _pattern(self.layers.values())
 
     @property
     def flags(self) -> tuple[bool, ...]:
         """Return the present training flags of all modules."""
-        return tuple([module.training for module in self.modules])
+        return tuple([module.training for module in self.layers.values()])
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether a model equals this snapshot, except for training flags."""
-        paths, modules = _named_layers(model)
-        if paths != self.paths or not all(map(is_, modules, self.modules)):
+        layers = _layers(model)
+        if [*layers] != [*self.layers] or not all(map(is_, layers.values(), self.layers.values())):
             return False
         unchanged = next(self.attributes.changes(), None) is None
-        return unchanged and self.tensors == _pattern(modules)
+        return unchanged and self.tensors == _pattern(layers.values())
 
 
-def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """Return the paths of all modules inside a model, and the modules."""
-    named = [
-        (path, module)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module is not model
-    ]
-    return [path for path, _ in named], [module for _, module in named]
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules inside a model by path."""
+    layers = dict(model.named_modules(remove_duplicate=False))
+    del layers[""]
+    return layers
 
 
 def _pattern(modules: Iterable[nn.Module]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from funcpipe._src.core.errors import PlanError, bullets, raise_all
+from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.shown import guarded, line, some
 from funcpipe._src.core.torch_names import children_of, uncompiled
 from funcpipe._src.core.words import similar
@@ -155,11 +155,8 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     candidates: dict[str, int] = {}
     for path, module in model.named_modules():
         inside = any(within(path, other) for other in candidates)
-        if (
-            not inside
-            and isinstance(module, _STACKS)
-            and _repeats(list(_children(module).values()))
-        ):
+        stack = isinstance(module, _STACKS) and _repeats(list(_children(module).values()))
+        if stack and not inside:
             candidates[path] = sum(param.numel() for param in module.parameters())
     if not candidates:
         raise PlanError(
@@ -169,17 +166,10 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     # Two lists of similar size (an encoder and a decoder) are ambiguous, so the user decides.
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
-        listed = [
-            (
-                f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, "
-                f"{candidates[path]:,} numbers"
-            )
-            for path in ranked
-        ]
-        raise PlanError(
-            bullets(
-                f"{kind} has several lists of blocks; {TRACED}, or name one (layers=path)", listed
-            )
+        counts = {path: len(_children(model.get_submodule(path))) for path in ranked}
+        raise_all(
+            f"{kind} has several lists of blocks; {TRACED}, or name one (layers=path)",
+            [f"{path!r}: {counts[path]} blocks, {candidates[path]:,} numbers" for path in ranked],
         )
     return ranked[0]
 
@@ -222,9 +212,8 @@ def _sides(
                 continue
             late = names.index(name) > names.index(step)
             sides = used.get(name, (not late, late))
-            if (
-                full in plan and gives
-            ):  # a module that reads an output of the blocks comes after them
+            # A module that reads an output of the blocks comes after them.
+            if full in plan and gives:
                 late = bool(plan[full][0] & gives)
                 sides = (not late, late)
             before += [full] if sides[0] else []

@@ -121,24 +121,21 @@ class LayersFn(ModuleFn):
 
     def described(self) -> Iterable[tuple[str, str]]:
         """The modules that only this stage runs, in words."""
-        roots = self._roots()
-        modules = self.skeleton.named_modules()
-        return words_of_layers(
-            (path, layer) for path, layer in modules if any(within(path, root) for root in roots)
-        )
+        named = self.skeleton.named_modules()
+        return words_of_layers((path, layer) for path, layer in named if self._runs_alone(path))
 
     def layers(self) -> list[str]:
         """The paths of the modules that only this stage runs: they are the keys of draws."""
-        roots = self._roots()
-        return [path for path in super().layers() if any(within(path, root) for root in roots)]
+        return [path for path in super().layers() if self._runs_alone(path)]
 
-    def _roots(self) -> list[str]:
-        """Return the paths of the largest modules that only this stage runs."""
+    def _runs_alone(self, path: str) -> bool:
+        """Return whether only this stage runs the module at a path."""
         cut = self.cut
         before = cut.entry if self.first == 0 else ()
         after = cut.exit if self.last == len(cut) else ()
         own = cut.names[self.first : self.last]
-        return [*own, *before, *(root for root in after if root not in cut.entry)]
+        roots = (*own, *before, *(root for root in after if root not in cut.entry))
+        return any(within(path, root) for root in roots)
 
 
 class LayersCopy(ModuleCopy):

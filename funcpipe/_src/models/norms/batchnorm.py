@@ -142,19 +142,14 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
         )
     # torch's own kernel fills these two: with momentum 1 the "running" statistics are exactly the
     # statistics of this microbatch. So the forward is bit-identical to nn.BatchNorm.
-    lifted = under_transform()
-    if lifted:  # made from x, so that vmap gives them a batch dimension if x has one
-        sample_mean, sample_var = [
-            x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)
-        ]
-    else:
-        sample_mean, sample_var = torch.zeros_like(mean), torch.zeros_like(var)
+    # Made from x, so that vmap gives them a batch dimension if x has one.
+    sample_mean, sample_var = [x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)]
     y = torch.batch_norm(
         x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled
     )
     # All other operations wait for the commit, which does them once for all microbatches. Here they
     # would cost the lane time for each microbatch.
-    if not _is_fine(x, count, sample_mean, lifted=lifted):
+    if not _is_fine(x, count, sample_mean):
         sample_mean = x.detach().mean([0, *range(2, x.dim())], dtype=wide(x))
     return y, (Moments(count, sample_mean, sample_var),)
 
@@ -163,7 +158,7 @@ _MANY = 256
 """From this number of values on, torch's mean in float32 is precise enough."""
 
 
-def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
+def _is_fine(x: Tensor, count: int, by_kernel: Tensor) -> bool:
     """Whether the kernel's mean of each channel is precise enough for merging.
 
     Merging needs more precision than running means do. Means of n values differ by their deviation
@@ -175,7 +170,8 @@ def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
     kernel's mean is much less precise, so the caller computes it again too.
     """
     many = type(count) is int and count >= _MANY  # in an export for any batch size it is symbolic
-    return many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or lifted or x.is_contiguous())
+    exact = not x.is_cpu or under_transform() or x.is_contiguous()
+    return many and by_kernel.dtype.itemsize >= 4 and exact
 
 
 def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:

@@ -81,11 +81,7 @@ class NormBuffer(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer a batch norm or an addition, or run an operation with the stage's tensors."""
         keywords = kwargs or {}

@@ -15,11 +15,7 @@ from funcpipe._src.models.traced.nodes import layer_of
 
 
 def units_of_graph(
-    captured: Captured,
-    model: nn.Module,
-    num_stages: int | None,
-    *,
-    total: int | None = None,
+    captured: Captured, model: nn.Module, num_stages: int | None, *, total: int | None = None
 ) -> tuple[Units, list[int]]:
     """Return the units, and the index of the node at which each begins.
 
@@ -62,10 +58,7 @@ def units_of_graph(
 
 
 def _units(
-    captured: Captured,
-    model: nn.Module,
-    lists: Sequence[str],
-    allowed: Sequence[bool] | None,
+    captured: Captured, model: nn.Module, lists: Sequence[str], allowed: Sequence[bool] | None
 ) -> tuple[Units, list[int]]:
     body = captured.body
     blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
