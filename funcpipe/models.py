@@ -30,7 +30,7 @@ from funcpipe._src.models.policy import by_memory as by_memory
 from funcpipe._src.models.policy import by_parameters as by_parameters
 from funcpipe._src.models.policy import by_time as by_time
 from funcpipe._src.models.sequential import PipeSequential as PipeSequential
-from funcpipe._src.models.skip_scope import Namespace as Namespace
+from funcpipe._src.models.skippable import Namespace as Namespace
 from funcpipe._src.models.skippable import pop as pop
 from funcpipe._src.models.skippable import skippable as skippable
 from funcpipe._src.models.skippable import stash as stash

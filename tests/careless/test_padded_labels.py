@@ -111,7 +111,7 @@ def test_labels_that_count(name):
 def test_adapters():
     """peft hands labels on to the model inside."""
     peft = pytest.importorskip("peft")
-    from funcpipe._src.models.counting import Labels
+    from funcpipe._src.models.losses import Labels
 
     batch = batch_of("Llama")
     adapted = peft.get_peft_model(
@@ -238,6 +238,6 @@ def test_what_is_not_known_is_refused():
 )
 def test_how_a_forward_is_read(kind, how):
     """A forward that changes its labels, or compares them otherwise, is not known."""
-    from funcpipe._src.models.counting import _loss_of_labels
+    from funcpipe._src.models.losses import _loss_of_labels
 
     assert how == _loss_of_labels(getattr(transformers, kind).forward)

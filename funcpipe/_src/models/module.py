@@ -43,8 +43,7 @@ from funcpipe._src.models.norms.written_buffers import (
     refuse_writes,
     version,
 )
-from funcpipe._src.models.skip_scope import carrying
-from funcpipe._src.models.skippable import Skips, skips_of
+from funcpipe._src.models.skippable import Skips, carrying, skips_of
 from funcpipe._src.models.unfit import (
     NOTHING_SHARED,
     refuse_kept,

@@ -30,11 +30,10 @@ from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters,
 from funcpipe._src.models.sequential import cut_sequential, units_of
 from funcpipe._src.models.split_model import Split, assemble
 from funcpipe._src.models.traced import graph as traced_graph
-from funcpipe._src.models.traced.bonds import joining_buffers
 from funcpipe._src.models.traced.export import Captured, callers, capture
 from funcpipe._src.models.traced.signature import as_call
 from funcpipe._src.models.traced.traced import CommitBuffer
-from funcpipe._src.models.traced.units import units_of_graph
+from funcpipe._src.models.traced.units import joining_buffers, units_of_graph
 from funcpipe._src.models.unfit import refuse_unfit
 from funcpipe._src.models.verify import try_once, verify, verify_evaluation
 

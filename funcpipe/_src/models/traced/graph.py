@@ -1,7 +1,7 @@
 """Cut a traced forward into stages: values that only the next stage reads are its input, all others
 are skips.
 
-`bonds` finds where cuts may lie, `traced` runs a stage.
+`units` finds where cuts may lie, `traced` runs a stage.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,10 @@ from funcpipe._src.core.words import similar
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.module import named_tensors
-from funcpipe._src.models.traced.bonds import bonds
 from funcpipe._src.models.traced.export import Captured, is_marker
-from funcpipe._src.models.traced.nodes import layer_of, layers_of, regions_of
+from funcpipe._src.models.traced.nodes import layer_of, layers_of, regions_of, row_bytes
 from funcpipe._src.models.traced.traced import CommitGraph, GraphFn, Norm
+from funcpipe._src.models.traced.units import bonds
 
 
 class CutEdge(NamedTuple):
@@ -288,9 +287,3 @@ def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> CutEdge:
     dtype = str(sample.dtype).removeprefix("torch.")
     shape = tuple(size if isinstance(size, int) else "rows" for size in sample.shape)
     return CutEdge(value.name, source, targets, dtype, shape, row_bytes(sample))
-
-
-def row_bytes(sample: Any) -> int:
-    """Bytes of a traced tensor for one row; of the whole tensor if the number of rows is fixed."""
-    sizes = (size for size in sample.shape if isinstance(size, int))
-    return prod(sizes) * sample.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Container
+from math import prod
 from typing import Any
 
 import torch
@@ -198,3 +199,9 @@ def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     return {
         key: entry for key, entry in stack.items() if not str(entry[0]).startswith(NAMELESS_LAYER)
     }
+
+
+def row_bytes(sample: Any) -> int:
+    """Bytes of a traced tensor for one row; of the whole tensor if the number of rows is fixed."""
+    sizes = (size for size in sample.shape if isinstance(size, int))
+    return prod(sizes) * sample.element_size()
