@@ -90,7 +90,7 @@ class _Weak(weakref.ref[Any]):
         return made
 
 
-class _Layer(NamedTuple):
+class _NotedModule(NamedTuple):
     """The recorded class, children and parameters of one module. None: a child that is None."""
 
     path: str
@@ -127,7 +127,7 @@ class ModuleAttributes:
 
     def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
         self.who, self.all_names = type(model).__name__, all_names
-        self.layers: list[_Layer] = []
+        self.layers: list[_NotedModule] = []
         self.tables: list[_Noted] = []
         self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
@@ -161,7 +161,7 @@ class ModuleAttributes:
             {name: None if each is None else _Weak(each) for name, each in table.items()}
             for table in tables
         ]
-        self.layers.append(_Layer(path, reference, type(module), *weak))
+        self.layers.append(_NotedModule(path, reference, type(module), *weak))
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
             # A forward changes the attributes that it writes in each call, so they are not
@@ -247,7 +247,7 @@ class ModuleAttributes:
                 found += [_joined(layer.path, name) for name in sorted(written)]
         return found
 
-    def _existing(self) -> Iterator[tuple[_Layer, nn.Module]]:
+    def _existing(self) -> Iterator[tuple[_NotedModule, nn.Module]]:
         """Yield the recorded modules that still exist."""
         for layer in self.layers:
             if (module := layer.reference()) is not None:

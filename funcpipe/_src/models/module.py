@@ -107,12 +107,8 @@ def from_module(
         )
     refuse_unfit(module)
     _check_carry(module, carry, feeds)
-    options: dict[str, Any] = {
-        "deferred": deferred,
-        "carry": carry,
-        "origin": ModuleAttributes(module),
-    }
-    return stage_of(module, skips_of(module), name=name, feeds=feeds, **options)
+    options: dict[str, Any] = {"name": name, "feeds": feeds, "deferred": deferred, "carry": carry}
+    return stage_of(module, skips_of(module), origin=ModuleAttributes(module), **options)
 
 
 def stage_of(

@@ -308,11 +308,10 @@ def assemble(
 ) -> Split:
     """Make the `Split` of stages that were cut from a model."""
     stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
-    homes = _homes(model, params, state)
     tied = groups(params)
     stages, params, tied = transmit(stages, params, tied, ties)
     stages = mark(stages, tied)
-    homes = {name: home.among(params) for name, home in homes.items()}
+    homes = _homes(model, params, state)
     tensors = named_tensors(model, all_names=True)
     rest = {name: tensors[name].detach() for name, home in homes.items() if not home.owners}
     return Split(stages, params, state, tied, loss, tuple(edges), homes, rest)
@@ -322,20 +321,16 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
     """Map each name in the model to the stages that have the tensor."""
     owners: dict[int, list[Owner]] = {}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    for stage, tree in enumerate(params):
-        for key, tensor in tree.items():
-            # Parameters are the model's own tensors, so identity finds them. State has copies of
-            # the buffers, so names find those.
-            owners.setdefault(id(tensor), []).append(Owner("params", stage, key))
-    for stage, tree in enumerate(state):
-        for key in tree or {}:
-            owners.setdefault(id(buffers[key]), []).append(Owner("state", stage, key))
-    saved = set(model.state_dict())
-    named = [*model.named_parameters(remove_duplicate=False), *buffers.items()]
+    for kind, trees in (("params", params), ("state", state)):
+        for stage, tree in enumerate(trees):
+            for key, tensor in dict(tree).items():
+                # Parameters are the model's own tensors, but state has copies of the buffers.
+                own = tensor if kind == "params" else buffers[key]
+                owners.setdefault(id(own), []).append(Owner(kind, stage, key))
     order = {name: number for number, name in enumerate(model.state_dict())}
     homes = {
-        name: Home(tuple(owners.get(id(tensor), ())), tuple(tensor.shape), name in saved)
-        for name, tensor in named
+        name: Home(tuple(owners.get(id(tensor), ())), tuple(tensor.shape), name in order)
+        for name, tensor in named_tensors(model, all_names=True).items()
     }
     return dict(sorted(homes.items(), key=lambda item: order.get(item[0], len(order))))
 

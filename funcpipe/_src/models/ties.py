@@ -4,7 +4,7 @@ its value travels."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,22 +24,12 @@ class Owner(NamedTuple):
     key: str
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """The places of a name of the model in a split."""
 
     owners: tuple[Owner, ...]  # the first represents all
     shape: tuple[int, ...]
     saved: bool  # whether the name is in the model's ``state_dict``
-
-    def among(self, params: Sequence[Mapping[str, Any]]) -> Home:
-        """The home without places whose parameter now comes from another stage."""
-        kept = tuple(
-            owner
-            for owner in self.owners
-            if owner.kind != "params" or owner.key in params[owner.stage]
-        )
-        return replace(self, owners=kept)
 
 
 def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
