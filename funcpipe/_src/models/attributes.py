@@ -257,9 +257,9 @@ class ModuleAttributes:
         """Yield the changes since construction."""
         for layer, module in self._existing():
             if type(module) is not layer.kind:
-                place, names = _joined(layer.path, "__class__"), (layer.kind, type(module))
-                old, new = (kind.__name__ for kind in names)
-                yield Change(place, "__class__", uses_of(layer.kind), old, new)
+                place = _joined(layer.path, "__class__")
+                kinds = layer.kind.__name__, type(module).__name__
+                yield Change(place, "__class__", uses_of(layer.kind), *kinds)
             now = children_of(module)
             if _are_same(layer.children, now):
                 continue

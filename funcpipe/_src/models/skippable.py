@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
@@ -331,23 +331,23 @@ class _LayerCall:
         self.layer, self.declared, self.store = layer, declared, store
         self.done: set[tuple[str, str]] = set()
 
-    def stash(self, name: str, value: Tree) -> None:
-        if name not in self.declared.stash:
+    def _note(self, verb: str, name: str, declared: Sequence[str]) -> None:
+        """Note a command. Raises PlanError for a name that is not declared."""
+        if name not in declared:
+            does = {"stash": "stashes", "pop": "pops"}[verb]
             raise PlanError(
-                f"{self._who} stashes {name!r} without declaring it: "
-                f"@fp.models.skippable(stash=[{name!r}])"
+                f"{self._who} {does} {name!r} without declaring it: "
+                f"@fp.models.skippable({verb}=[{name!r}])"
             )
-        self.done.add(("stash", name))
+        self.done.add((verb, name))
+
+    def stash(self, name: str, value: Tree) -> None:
+        self._note("stash", name, self.declared.stash)
         # A copy-on-write clone: the layer may still write into its own tensors.
         self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)
 
     def pop(self, name: str) -> Tree:
-        if name not in self.declared.pop:
-            raise PlanError(
-                f"{self._who} pops {name!r} without declaring it: "
-                f"@fp.models.skippable(pop=[{name!r}])"
-            )
-        self.done.add(("pop", name))
+        self._note("pop", name, self.declared.pop)
         key = _key(self.layer, name)
         if key in self.store:
             return map_tensors(cow_clone, self.store[key])

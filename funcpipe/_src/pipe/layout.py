@@ -23,12 +23,7 @@ the same time."""
 
 
 class Layout(NamedTuple):
-    """The sizes and devices of stages.
-
-    Attributes:
-        balance: the number of layers of each stage.
-        devices: the device of each stage.
-    """
+    """The number of layers of each stage, and its device."""
 
     balance: tuple[int, ...]
     devices: tuple[torch.device, ...]
@@ -58,12 +53,10 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
             )
         return Layout(counts, placed[: len(counts)])
     if named is None:
-        runs = [
-            (device, len(list(run)))
-            for device, run in groupby(_with_neighbours_devices(_layer_devices(layers, held)))
-        ]
-        if len(runs) > 1:
-            return Layout(tuple(count for _, count in runs), tuple(device for device, _ in runs))
+        runs = groupby(_with_neighbours_devices(_layer_devices(layers, held)))
+        found = [(len([*run]), device) for device, run in runs]
+        if len(found) > 1:
+            return Layout(*zip(*found, strict=True))
         named = _default_devices()
     counts = tuple(evenly(sizes, min(len(named), len(layers))))
     return Layout(counts, named[: len(counts)])
@@ -83,15 +76,11 @@ def _checked_balance(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
     if not counts:
         fault = "balance has no stage"
     elif min(counts) < 1:
-        fault = (
-            "all numbers of balance must be positive: every stage has a layer (balance: "
-            f"{list(counts)})"
-        )
+        words = "all numbers of balance must be positive: every stage has a layer"
+        fault = f"{words} (balance: {list(counts)})"
     elif sum(counts) != total:
-        fault = (
-            f"module and sum of balance have different length (module: {total}, sum of balance: "
-            f"{sum(counts)})"
-        )
+        words = "module and sum of balance have different length"
+        fault = f"{words} (module: {total}, sum of balance: {sum(counts)})"
     if fault:
         even = evenly(sizes, min(max(len(counts), 1), total))
         raise PlanError(f"{fault}; by bytes of parameters: balance={even}")

@@ -32,15 +32,7 @@ CHECKPOINTS = ("always", "except_last", "never")
 
 
 class Stages:
-    """Layers cut into stages, as the layers were at construction.
-
-    Attributes:
-        train: whether any layer is in training mode.
-        stages: one stage for each entry of the layout.
-        params: for each stage, the places of its parameters, by their names in the model.
-        buffers: for each stage, the places of its state.
-        home: the first place of each parameter, (stage, name).
-    """
+    """Layers cut into stages, as the layers were at construction."""
 
     def __init__(
         self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None
@@ -56,10 +48,11 @@ class Stages:
             for name in (*parameters_of(layer), *buffers_of(layer))
         }
         self.stages = [stage for stage, _, _ in parts]
+        # For each stage, the places of its tensors, by their names in the model.
         self.params = [{name: homes[name] for name in params} for _, params, _ in parts]
         self.buffers = [{name: homes[name] for name in state} for _, _, state in parts]
         self.ties = groups([params for _, params, _ in parts])
-        first: dict[int, tuple[int, str]] = {}
+        first: dict[int, tuple[int, str]] = {}  # the first (stage, name) of each parameter
         for stage, (_, params, _) in enumerate(parts):
             for name, tensor in params.items():
                 first.setdefault(id(tensor), (stage, name))

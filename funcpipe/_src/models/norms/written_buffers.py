@@ -31,11 +31,6 @@ class NormCall(NamedTuple):
     momentum: float = 0.1
     eps: float = 1e-5
 
-    @property
-    def tensors(self) -> set[int]:
-        """The ids of the tensors that the call writes."""
-        return {id(self.running_mean), id(self.running_var)} if self.training else set()
-
 
 _HIGH = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
 _LOW = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"]
@@ -77,7 +72,8 @@ class _RefuseNorms(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in NORMS:
-            written = norm_call(func, args, kwargs or {}).tensors
+            call = norm_call(func, args, kwargs or {})
+            written = {id(call.running_mean), id(call.running_var)} if call.training else ()
             names = [name for name, buffer in self.buffers.items() if id(buffer) in written]
             refuse_writes(self.who, names)
         return func(*args, **(kwargs or {}))
