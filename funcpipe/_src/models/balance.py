@@ -173,7 +173,9 @@ def balance(
     parts = Balance(end - start for start, end in spans)
     parts.times = tuple(time for time, _ in chosen)
     parts.bottleneck = max(parts.times)
-    parts.bound = min(_bound(problem), parts.bottleneck)  # both are rounded
+    work, speeds = problem.options[0][0].work, problem.speeds
+    bound = max(fsum(work) / fsum(speeds), max(work) / max(speeds))
+    parts.bound = min(bound, parts.bottleneck)  # both are rounded
     parts.memory = tuple(
         fsum(option.memory[start:end])
         for (start, end), (_, option) in zip(spans, chosen, strict=True)
@@ -302,11 +304,6 @@ def checked_numbers(faults: list[str], name: str, value: Any, length: int) -> li
             f"{(bad or [0])[0]!r}"
         )
     return [] if bad else [float(v) for v in values]
-
-
-def _bound(problem: _BalanceProblem) -> float:
-    work = problem.options[0][0].work
-    return max(fsum(work) / fsum(problem.speeds), max(work) / max(problem.speeds))
 
 
 def _best_ends(problem: _BalanceProblem) -> list[int] | None:

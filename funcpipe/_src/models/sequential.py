@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from funcpipe._src.core.errors import PlanError, raise_all
-from funcpipe._src.core.torch_names import children_of, hooks_of
+from funcpipe._src.core.torch_names import buffers_of, children_of, hooks_of, parameters_of
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.models.attributes import ModuleAttributes
@@ -114,10 +114,8 @@ def cut_sequential(
     rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     parts = [SequentialPart(module, row) for row in rows]
     # No layer uses tensors of the Sequential itself, but the state_dict must contain them.
-    for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-        parts[0].register_parameter(name, tensor)
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        parts[0].register_buffer(name, buffer)
+    parameters_of(parts[0]).update(parameters_of(module))
+    buffers_of(parts[0]).update(buffers_of(module))
     declared = [skips_of(part) for part in parts]
     attributes = ModuleAttributes(module) if origin else None
     layers = {unit.path: unit.module for unit in units}
@@ -199,13 +197,7 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
         # The Sequential around the border before a layer decides. For the first layer, that is the
         # outer one.
         spreads = spread if number == 0 else isinstance(container, PipeSequential)
-        if (
-            flat
-            and layer is not None
-            and is_row(layer)
-            and children_of(layer)
-            and not (hooks_of(layer) or _has_tensors(layer))
-        ):
+        if flat and layer is not None and _is_open(layer):
             yield from _inside(layer, f"{path}{name}.", spreads, flat)
         else:
             yield Unit(f"{path}{name}", layer, spreads)  # pyright: ignore[reportArgumentType]
@@ -222,20 +214,19 @@ def is_row(module: nn.Module) -> bool:
     )
 
 
-def _has_tensors(layer: nn.Module) -> bool:
-    """Whether the module itself has tensors; tensors of its layers do not count."""
-    return any(True for _ in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
+def _is_open(layer: nn.Module) -> bool:
+    """Whether a layer is a row without hooks and tensors of its own, so that its layers count."""
+    own = (*hooks_of(layer), *layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    return is_row(layer) and bool(children_of(layer)) and not own
 
 
 def _refuse_shared_norms(units: Sequence[Unit]) -> None:
     """Raise PlanError if two units contain one batch norm layer: two would keep its statistics."""
     places: dict[int, dict[str, str]] = {}
     for unit in units:
-        for path, layer in unit.module.named_modules():
+        for path, layer in unit.module.named_modules(prefix=unit.path):
             if is_deferrable(layer):
-                places.setdefault(id(layer), {}).setdefault(
-                    unit.path, f"{unit.path}.{path}" if path else unit.path
-                )
+                places.setdefault(id(layer), {}).setdefault(unit.path, path)
     faults = [
         f"the batch norm layer at {' and '.join(paths.values())}"
         for paths in places.values()

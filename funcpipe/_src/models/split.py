@@ -408,15 +408,10 @@ def _module_units(
 
 
 def _cuts_by_module(at: Any) -> dict[str, str]:
-    if at is None:
-        return {}
-    if isinstance(at, str):
-        return {at: "before"}
     if isinstance(at, Mapping):
-        return {
-            str(name): cast("str", side) for name, side in cast("Mapping[Any, Any]", at).items()
-        }
-    return dict.fromkeys(map(str, at), "before")
+        return {str(name): side for name, side in cast("Mapping[Any, Any]", at).items()}
+    names = (at,) if isinstance(at, str) else at or ()
+    return dict.fromkeys(map(str, names), "before")
 
 
 def _check_model(model: Any) -> None:

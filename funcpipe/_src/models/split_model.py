@@ -101,7 +101,8 @@ class Split:
             )
         given = [leaf for tree in params if isinstance(tree, Mapping) for leaf in tree.values()]
         are_parameters = not given or any(
-            isinstance(leaf, nn.Parameter) or _requires_grad(leaf) for leaf in given
+            isinstance(leaf, nn.Parameter) or getattr(leaf, "requires_grad", False)
+            for leaf in given
         )
         fault = forgotten_state(self.stages, "split") if are_parameters and state is None else ""
         if fault:
@@ -345,10 +346,6 @@ def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
             new = nn.Parameter(new, old.requires_grad)
         loaded[id(old)] = new
     return new
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _size(tree: Mapping[str, Tensor]) -> str:

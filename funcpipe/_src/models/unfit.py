@@ -136,8 +136,7 @@ def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a layer's forward could write to, each once: the modules inside, and
     the objects and containers in their attributes, at any depth."""
     seen: set[int] = set()
-    for local, module in layer.named_modules():
-        root = ".".join(filter(None, (path, local)))
+    for root, module in layer.named_modules(prefix=path):
         yield root, module
         table = {key: value for key, value in vars(module).items() if key not in TABLES}
         todo = [(place_inside(root, key), value) for key, value in table.items()]

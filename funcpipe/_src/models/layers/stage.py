@@ -201,7 +201,9 @@ class LayersCopy(ModuleCopy):
         kept = map_tensors(cow_clone, inputs) if travels else None
         mode = self.train, torch.is_grad_enabled()
         self.is_first_call = mode not in self.owner.verified and not under_transform()
-        self.side_outputs = SideOutputs() if self.is_first_call and self._gives_output() else None
+        # Only in the last of several stages, which gives the model's output.
+        gives_output = bool(self.first) and self.last == len(self.cut)
+        self.side_outputs = SideOutputs() if self.is_first_call and gives_output else None
         self.carried = extras.get("carry")
         try:
             with self.side_outputs or nullcontext():
@@ -288,7 +290,8 @@ class LayersCopy(ModuleCopy):
                 _intercept(block, partial(LayersCopy._own_block, proxy, number))
                 continue
             self.unhooked += [repr(name)] if hooks_of(block) else []
-            _stub(block, partial(LayersCopy._foreign_block, proxy, number))
+            vars(block)["forward"] = partial(LayersCopy._foreign_block, proxy, number)
+            drop_hooks(block)  # they run in the stage that has the block
             # Tensors that an earlier forward of the model left in attributes are stale.
             for table in map(vars, block.modules()):
                 kept = {key: value for key, value in table.items() if isinstance(value, Tensor)}
@@ -419,10 +422,6 @@ class LayersCopy(ModuleCopy):
                     f"its own blocks, so {place} would be incomplete; do without it, or {TRACED}"
                 )
 
-    def _gives_output(self) -> bool:
-        """Whether this is the last of several stages."""
-        return bool(self.first) and self.last == len(self.cut)
-
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.first or self.last == len(self.cut):
             return
@@ -443,13 +442,6 @@ class LayersCopy(ModuleCopy):
                     "which a stage cannot leave; turn checkpointing off, and make plans with "
                     "fp.schedules.remat(schedule)"
                 )
-
-
-def _stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward and drop its hooks, because they run in the stage that has the
-    module."""
-    vars(layer)["forward"] = forward
-    drop_hooks(layer)
 
 
 def _intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
