@@ -72,11 +72,7 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def count_microbatches(inputs: Tree, chunks: int) -> int:
-    """The number of microbatches of these inputs. The run itself checks whether they can be cut.
-
-    Raises:
-        BatchError: no input can be cut.
-    """
+    """The number of microbatches of these inputs. The run itself checks whether they fit."""
     if isinstance(inputs, Microbatches):
         return max(1, min(len(inputs), chunks))
     leaves = flatten(inputs)[0]
@@ -183,12 +179,8 @@ def attach(
 ) -> Tree:
     """Attach outputs of a `vjp` to the caller's graph.
 
-    If the caller drops the outputs, the memory that the backwards need is freed.
-
-    Args:
-        outputs, pullback: the result of `vjp`.
-        params: the parameters that require gradients, each as ((stage, name), tensor).
-        inputs: the inputs of the call.
+    ``params`` are those that require gradients, each as ((stage, name), tensor). If the caller
+    drops the outputs, the memory that the backwards need is freed.
     """
     leaves, build = opened(outputs)
     flagged = zip(leaves, _attached(outputs, pullback), strict=True)

@@ -30,13 +30,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any) -> Layout:
-    """Choose the stages of some layers, from the caller's arguments and the devices of the layers.
-
-    Raises:
-        PlanError: the balance does not fit the layers.
-        PlacementError: devices are missing, do not exist, or are too few; or a layer is on several
-            devices.
-    """
+    """Choose the stages of some layers, from the caller's arguments and the layers' devices."""
     held = _own_tensors(layers)
     sizes = [sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor)) for tensors in held]
     if not layers:
@@ -63,7 +57,7 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
 
 
 def _checked_balance(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the balance as a tuple of counts. Raises PlanError."""
+    """Return the balance as a tuple of counts."""
     total = len(sizes)
     try:
         counts = tuple(index(count) for count in cast("Iterable[Any]", balance))
@@ -88,8 +82,7 @@ def _checked_balance(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _named_devices(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, ...]:
-    """Return the devices that the caller names. A single device is for all stages. Raises
-    PlacementError."""
+    """Return the devices that the caller names. A single device is for all stages."""
     single = isinstance(devices, (str, int, torch.device))
     if not single and not isinstance(devices, Iterable):
         raise PlacementError(
@@ -144,7 +137,7 @@ def _own_tensors(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
 def _layer_devices(
     layers: Sequence[tuple[str, nn.Module]], held: Sequence[Sequence[Tensor]]
 ) -> list[torch.device | None]:
-    """The device of each layer; None for a layer without its own tensors. Raises PlacementError."""
+    """The device of each layer; None for a layer without its own tensors."""
     out: list[torch.device | None] = []
     faults: list[str] = []
     for (name, _), tensors in zip(layers, held, strict=True):
@@ -167,8 +160,7 @@ def _layer_devices(
 
 
 def _with_neighbours_devices(devices: Sequence[torch.device | None]) -> list[torch.device]:
-    """Give layers without tensors the device of the layer before, at the start of the layer
-    after. [] if no layer has tensors."""
+    """Give layers without tensors the device of a neighbour. [] if no layer has tensors."""
     last = next((device for device in devices if device is not None), None)
     filled: list[torch.device] = []
     for device in devices:
@@ -180,7 +172,7 @@ def _with_neighbours_devices(devices: Sequence[torch.device | None]) -> list[tor
 def _stage_devices(
     devices: Sequence[torch.device | None], counts: Sequence[int]
 ) -> tuple[torch.device, ...]:
-    """The devices of stages that the caller cut but did not place. Raises PlacementError."""
+    """The devices of stages that the caller cut but did not place."""
     filled = _with_neighbours_devices(devices)
     if len(set(filled)) <= 1:
         available = _default_devices()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from operator import index
+from operator import attrgetter, index
 from typing import Any, overload
 
 import torch
@@ -250,11 +250,10 @@ class Pipe(Anchored):
         if torch.compiler.is_exporting():
             raise PlanError(
                 "torch.export traces one graph, but a Pipe runs on several lanes; export the "
-                "layers themselves: torch.export.export(nn.Sequential(*pipe), ...); the parameters are "
-                "the same"
+                "layers themselves: torch.export.export(nn.Sequential(*pipe), ...); the "
+                "parameters are the same"
             )
-        # A pipeline runs on threads, which dynamo cannot trace. So torch.compile leaves it as it
-        # is.
+        # A pipeline runs on threads, which dynamo cannot trace, so torch.compile must leave it.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)
@@ -295,10 +294,7 @@ class Pipe(Anchored):
         with without_saved_tensor_hooks():
             if graph:
                 plan = stages.plan(count, self.checkpoint if self.training else "never")
-                flags = tuple(
-                    {name: param.requires_grad for name, param in stage_params.items()}
-                    for stage_params in params
-                )
+                flags = map_leaves(attrgetter("requires_grad"), params)
                 result, pullback = vjp(
                     plan, params, inputs, trainable=flags, input_grads=input_grads, **options
                 )
@@ -316,8 +312,7 @@ class Pipe(Anchored):
         return outputs if pullback is None else attach(outputs, pullback, training, inputs)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
-        """Return the inputs as the first stage takes them. Raises BatchError for a wrong number
-        of inputs."""
+        """Return the inputs as the first stage takes them."""
         ready = any(isinstance(value, Microbatches) for value in inputs)
         if len(inputs) == 1 and (ready or self._kind is nn.Sequential):
             return inputs[0]

@@ -85,13 +85,7 @@ class Stages:
         return plan
 
     def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
-        """Return the parameters and the state of each stage, as they are in the layers now.
-
-        If stages on several devices share a tensor, the tensor is copied to the other devices.
-
-        Raises:
-            PlacementError: layers were moved.
-        """
+        """Return the parameters and the state of each stage, as they are in the layers now."""
         faults: list[str] = []
         trees: list[tuple[dict[str, Tensor], ...]] = []
         for tables in (self.params, self.buffers):
@@ -125,8 +119,7 @@ class Stages:
         return trees[0], tuple(state or () for state in trees[1])
 
     def write(self, states: Sequence[Tree]) -> None:
-        """Copy the running statistics of a batch into the buffers of the layers. The buffers
-        remain the same tensors."""
+        """Copy the running statistics of a batch into the buffers of the layers."""
         if not self.train:
             return
         with torch.no_grad():
@@ -152,8 +145,7 @@ def _read(home: TensorHome) -> Tensor:
 class ModuleSnapshot:
     """The structure that stages depend on: layers, their attributes and hooks, shared tensors.
 
-    Numbers in tensors are not included. Training flags are separate, because they change often and
-    back: `Pipe` keeps stages for several patterns of flags.
+    Training flags are separate: `Pipe` keeps stages for several patterns of flags.
     """
 
     def __init__(self, model: nn.Module) -> None:

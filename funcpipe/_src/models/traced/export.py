@@ -51,12 +51,8 @@ class Captured:
 
     def sample_output(self) -> Any:
         """The model's output on the example, with tensors without numbers."""
-        nodes = {node.name: node for node in self.module.graph.nodes}
-        leaves = [
-            nodes[result].meta.get("val") if kind == "value" else result
-            for kind, result in self.outputs
-        ]
-        return self.signature.output(leaves)
+        samples = {node.name: node.meta.get("val") for node in self.module.graph.nodes}
+        return self.signature.output(self.outputs, samples)
 
     @property
     def body(self) -> list[fx.Node]:
@@ -365,14 +361,14 @@ class _Flat:
             if axis is not None
         ]
 
-    def open_rows(self) -> Any:
+    def open_rows(self) -> dict[str, Any] | None:
         """The dynamic shapes for ``torch.export``: all numbers of rows are one symbol."""
         batch = torch.export.Dim("batch")
         opened = [
             None if self.axes[number] is None else {self.axes[number]: batch}
             for number in self.tensors
         ]
-        return tuple(opened) if any(opened) else None
+        return {"tensors": tuple(opened)} if any(opened) else None
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
         """Run the forward with these tensors in the places of the example's."""
@@ -396,8 +392,7 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
 def _export(model: nn.Module, flat: _Flat) -> Any:
     """Export the forward. Its inputs require gradients, to find custom functions on them, too."""
     example = tuple(flat.leaves[number] for number in flat.tensors)
-    opened = flat.open_rows()
-    shapes = None if opened is None else {"tensors": opened}
+    shapes = flat.open_rows()
     model.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
     _marker()
     _capturing.on = True

@@ -124,8 +124,9 @@ class Signature:
         )
         return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
 
-    def output(self, leaves: Sequence[Any]) -> Any:
-        """Build the model's output from its leaves."""
+    def output(self, ends: Sequence[tuple[str, Any]], values: Mapping[str, Any]) -> Any:
+        """Build the model's output: each end is ("value", its name) or ("constant", itself)."""
+        leaves = [values[end] if kind == "value" else end for kind, end in ends]
         return unflatten(self.out_spec, leaves)
 
 

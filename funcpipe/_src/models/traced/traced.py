@@ -248,9 +248,7 @@ class GraphFn(PartFn):
             _mode.train, _mode.norms = before
         flat = {**inputs, **dict(zip(self.results, results, strict=True))}
         if self.last:
-            y = self.signature.output(
-                [flat[value] if kind == "value" else value for kind, value in self.ends]
-            )
+            y = self.signature.output(self.ends, flat)
         else:
             y = flat[self.y[0]] if len(self.y) == 1 else {name: flat[name] for name in self.y}
         stash = {name: flat[name] for name in self.stash}
