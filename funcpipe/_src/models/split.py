@@ -143,29 +143,26 @@ def split(
             "with a carry (fp.stage)"
         )
     if example is not None and layers is None:
+        way = "traced"
         with tracing, telling("split", progress, unit="steps", total=4) as teller:
             result = _traced(model, cuts, example, ties, loss, any_rows, check, commit, teller)
-            return _log_split(model, "traced", result)
-    if commit is not None:
+    elif commit is not None:
         raise PlanError(
             "commit= works only with a trace; give example=, or write a function stage, which has "
             "its own commit= (fp.stage)"
         )
-    if cuts.open and policy is None and (marked := callers(model)):
+    elif cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which works "
             "only with a trace; give example= to cut there, or choose the cuts with at=, balance= "
             "or policy="
         )
-    if isinstance(model, nn.Sequential) and layers is None:
-        return _log_split(model, "between its layers", _sequential(model, cuts, ties, loss))
-    result = _layered(model, cuts, layers, ties, loss, slices)
-    if example is not None and check:
-        verify(model, result, unmarked(example))
-    return _log_split(model, "at its blocks, not traced", result)
-
-
-def _log_split(model: nn.Module, way: str, result: Split) -> Split:
+    elif isinstance(model, nn.Sequential) and layers is None:
+        way, result = "between its layers", _sequential(model, cuts, ties, loss)
+    else:
+        way, result = "at its blocks, not traced", _layered(model, cuts, layers, ties, loss, slices)
+        if example is not None and check:
+            verify(model, result, unmarked(example))
     log.info("cut %s %s: %r", type(model).__name__, way, result)
     return result
 

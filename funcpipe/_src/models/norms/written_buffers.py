@@ -86,15 +86,13 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
     Versions are not enough, because torch's norms and writes into ``.data`` do not change them. A
     norm raises PlanError before it writes, other writes raise afterwards.
     """
-
-    before = _kept(buffers)
+    before = _snapshot(buffers)
     with _RefuseNorms(buffers, who):
         result = forward()
     if before is None:
         return result, False
-    refuse_writes(
-        who, [name for name, old in before.items() if not _is_as_before(buffers[name], old)]
-    )
+    after = _snapshot(buffers) or {}
+    refuse_writes(who, [name for name, old in before.items() if not _same(old, after.get(name))])
     return result, True
 
 
@@ -122,31 +120,28 @@ def has_numbers(tensor: Tensor) -> bool:
     return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
 
 
-def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
-    """Copy buffers to detect later writes. None: no comparison is possible."""
-    if under_transform() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
+def _snapshot(buffers: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Record the contents of buffers, to detect writes. None: no comparison is possible."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if under_transform() or capturing:
         return None
     if all(map(has_numbers, buffers.values())):
-        return {
-            name: buffer.detach().clone() for name, buffer in buffers.items() if _is_plain(buffer)
-        }
-    if all(
-        isinstance(buffer, FunctionalTensor) for buffer in buffers.values()
-    ):  # while a stage is compiled
+        plain = {name: buffer for name, buffer in buffers.items() if _is_plain(buffer)}
+        return {name: _bits(buffer).clone() for name, buffer in plain.items()}
+    if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):
+        # A stage is being compiled.
         return {name: was_written(buffer) for name, buffer in buffers.items()}
     return None
 
 
-def _is_as_before(buffer: Tensor, kept: Any) -> bool:
-    """Whether a buffer is unchanged. Bits are compared, because NaN differs from itself."""
-    if not isinstance(kept, Tensor):
-        return was_written(buffer) == kept
-    return torch.equal(_as_integers(buffer), _as_integers(kept))
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return torch.equal(old, new)
+    return bool(old == new)
 
 
-def _as_integers(buffer: Tensor) -> Tensor:
+def _bits(buffer: Tensor) -> Tensor:
+    """The numbers of a buffer as integers, because NaN differs from itself."""
     flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
     return flat.view(dtype)
