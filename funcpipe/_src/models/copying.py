@@ -20,8 +20,8 @@ _COMPILER = str(Path(torch.__file__).parent / "_dynamo")
 M = TypeVar("M", bound=nn.Module)
 
 
-def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
-    """Copy a module deeply, with given tensors in the places of others (by their ids).
+def copied(module: M, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> M:
+    """Copy a module's structure around its tensors, each passed through ``change``.
 
     ``deepcopy`` shares functions between copy and original. An attribute such as ``layer.forward =
     torch.compile(layer.forward)``, or a closure over the layer, would call the original. So the
@@ -29,8 +29,24 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
     an attribute that calls the original in another way.
     """
     # deepcopy uses the entries of memo in place of copies, so tensors are replaced, not copied.
-    memo: dict[int, Any] = dict(tensors)
-    new = deepcopy(module, memo)
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): change(tensor) for tensor in tensors}
+    try:
+        new = deepcopy(module, memo)
+        _rebind_attributes(module, memo)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the module cannot be copied ({error}); stages have a copy of its structure, so "
+            "tensors that a forward computed must not be kept as attributes (instead of "
+            "torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)"
+        ) from error
+    return new
+
+
+def _rebind_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Let the functions in attributes of the copies in ``memo`` call the copies."""
     originals = {id(each): each for each in module.modules() if id(each) in memo}
     for number, original in originals.items():
         table = vars(memo[number])
@@ -51,7 +67,6 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
                 del table[name]  # the class has this method anyway
             else:
                 table[name] = bound
-    return new
 
 
 class _Rebind:
@@ -135,20 +150,3 @@ def _is_full(cell: CellType) -> bool:
     except ValueError:
         return False
     return True
-
-
-def copied(
-    module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> nn.Module:
-    """Copy a module's structure around its tensors, each passed through ``change``."""
-    tensors = [*module.parameters(), *module.buffers()]
-    try:
-        return copied_around(module, {id(tensor): change(tensor) for tensor in tensors})
-    except PlanError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"the module cannot be copied ({error}); stages have a copy of its structure, so "
-            "tensors that a forward computed must not be kept as attributes (instead of "
-            "torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)"
-        ) from error

@@ -29,7 +29,7 @@ from funcpipe._src.core.words import similar
 from funcpipe._src.data.identity import words_of_layers
 from funcpipe._src.data.stage import Bindable, Out, Stage, checked_names, normalise
 from funcpipe._src.models.attributes import ModuleAttributes
-from funcpipe._src.models.copying import copied, copied_around
+from funcpipe._src.models.copying import copied
 from funcpipe._src.models.norms.batchnorm import CommitLayers, Running
 from funcpipe._src.models.norms.norm_layers import (
     DeferredNorm,
@@ -325,7 +325,7 @@ class ModuleCopy:
         self.owner = owner
         # A stage may be traced under a fake tensor mode, and the skeleton's tensors are not fake.
         with without_modes():
-            self.module = copied_around(owner.skeleton, {})
+            self.module = copied(owner.skeleton)
         self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = ModuleAttributes(self.module, all_names=True)
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
