@@ -23,18 +23,11 @@ from funcpipe._src.models.norms.written_buffers import NormCall
 
 
 class Moments(NamedTuple):
-    """Statistics of some values per channel.
+    """Statistics of some values per channel."""
 
-    Attributes:
-        size: the number of values per channel.
-        mean: [C]. float64, if there are few values or the layer has less than float32 precision,
-            and the device supports float64.
-        var: [C], unbiased.
-    """
-
-    size: int
-    mean: Tensor
-    var: Tensor
+    size: int  # the number of values per channel
+    mean: Tensor  # [C]; float64 for few values or low precision, if the device supports float64
+    var: Tensor  # [C], unbiased
 
 
 class BatchNorm:

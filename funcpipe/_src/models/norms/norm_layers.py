@@ -61,17 +61,12 @@ class NormBuffer(Tensor):
 
     Operations get the stage's tensor instead. A batch norm in training goes to ``answer``. An
     addition in place is only noted, because the commit counts batches.
-
-    Attributes:
-        tensor: the tensor of the stage. None: the copy is idle.
-        answer: returns the function that gets a batch norm that would write the buffer, and returns
-            its result. Weak: a cycle would keep the stage's tensors until a garbage collection.
-        added: the sum of what the forward added in this microbatch. None: it added nothing.
     """
 
-    tensor: Tensor | None
+    tensor: Tensor | None  # of the stage; None: the copy is idle
+    # Runs a batch norm that would write. Weak: a cycle would keep tensors until a collection.
     answer: WeakMethod[Callable[[NormCall], Tensor]]
-    added: Any
+    added: Any  # by the forward in this microbatch, in sum; None: nothing
 
     def __new__(cls, answer: Callable[[NormCall], Tensor]) -> Self:
         """Make a buffer without a tensor."""
