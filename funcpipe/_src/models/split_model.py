@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -246,7 +245,7 @@ class Split:
     def _repr_html_(self) -> str:
         heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "passes on, takes")
         rows: list[tuple[str, ...]] = []
-        parts = zip(count(), self.stages, self.params, self.state, strict=False)
+        parts = zip(range(len(self)), self.stages, self.params, self.state, strict=True)
         for index, stage, params, state in parts:
             numel = sum(tensor.numel() for tensor in params.values())
             sizes = (f"{len(params)}", f"{numel:,}", _size(params), _size(state) if state else "")
@@ -266,7 +265,7 @@ class Split:
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
-        parts = zip(count(), self.stages, self.params, self.state, strict=False)
+        parts = zip(range(len(self)), self.stages, self.params, self.state, strict=True)
         for index, stage, params, state in parts:
             numel = sum(tensor.numel() for tensor in params.values())
             lines.append(

@@ -69,10 +69,11 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool = True) -
         kind, other = "stages", "trace it"
         if traced:
             kind, other = "traced stages", "cut without tracing (split without example=)"
-            where += number * (
-                " (the trace treated a value as a constant: a counter, a random number of Python, "
-                "or a number read from a tensor)"
-            )
+            if number:
+                where += (
+                    " (the trace treated a value as a constant: a counter, a random number of "
+                    "Python, or a number read from a tensor)"
+                )
         raise_all(
             f"the {kind} do not compute what the model computes, on {where}; {other}, or write "
             "the stages yourself:",
