@@ -227,11 +227,13 @@ class ModuleAttributes:
         out: dict[str, Tensor] = {}
         for layer, module in self._existing():
             now = parameters_of(module)
-            if not _are_same(layer.parameters, now):
-                for name, weak in layer.parameters.items():
-                    old = _alive(weak)
-                    if old is not None and now.get(name) is not old:
-                        out[_joined(layer.path, name)] = old
+            # Fast path, because each run compares all parameters.
+            if not layer.parameters or _are_same(layer.parameters, now):
+                continue
+            for name, weak in layer.parameters.items():
+                old = _alive(weak)
+                if old is not None and now.get(name) is not old:
+                    out[_joined(layer.path, name)] = old
         return out
 
     def written_by_forwards(
@@ -313,7 +315,7 @@ def _alive(value: Any) -> Any:
 
 
 def _are_same(before: Mapping[str, _Weak | None], now: Mapping[str, Any]) -> bool:
-    """Return whether two tables have the same objects. Each run compares all modules, so fast."""
+    """Return whether two tables have the same objects."""
     return len(now) == len(before) and all(map(is_, map(_alive, before.values()), now.values()))
 
 
