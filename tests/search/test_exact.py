@@ -246,10 +246,10 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
         for action, start in model.starts.items():
             if action in starts:
                 model.cp.Add(start == starts[action])
-            if (chosen := model._chosen(action)) is not None:
-                model.cp.Add(chosen == (action in starts))
-        for place in model.whole:
-            if (whole := fp.Action(fp.Kind.B, *place)) in starts:
+            if action in model.chosen:
+                model.cp.Add(model.chosen[action] == (action in starts))
+        for whole in model.chosen:
+            if whole.kind is fp.Kind.B and whole in starts:
                 model.cp.Add(model.starts[whole._replace(kind=fp.Kind.I)] == starts[whole])
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1

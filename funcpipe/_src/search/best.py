@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 from random import Random
 
 from funcpipe._src.core.errors import FuncpipeError, ScheduleError
-from funcpipe._src.data.cost import per_stage
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.schedules.clock import coded
@@ -51,20 +51,12 @@ class Best:
         self.value = inf
         self.problem: Problem | None = None
         self.schedule: Schedule | None = None
-        self._timeline: Timeline | None = None
-        self._benches: dict[int, Bench] = {}
         self.source = ""
+        self._benches = {id(problem): Bench(problem) for problem in problems}
         self.cut = False
         """Whether the published schedules, or the solver, ran out of time."""
         self.least = inf
         """The least memory above the limit that a schedule needed."""
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The timeline of the best schedule. Simulated on demand, because scores are cheaper."""
-        if self._timeline is None and self.problem is not None and self.schedule is not None:
-            self._timeline = simulate(self.schedule, self.problem.cost)
-        return self._timeline
 
     @property
     def bound(self) -> float:
@@ -85,10 +77,10 @@ class Best:
         """Whether the best schedule is as short as the lower bound."""
         return self.value <= self.bound * (1 + ROUNDING)
 
-    def begin(self, problems: Sequence[Problem], budget: Budget) -> None:
+    def begin(self, budget: Budget) -> None:
         """Offer the published schedules."""
         self.budget.told.phase("published")
-        for problem in problems:
+        for problem in self.problems:
             for source, schedule in starting_points(problem):
                 self.offer(problem, schedule, source)
                 self.cut |= budget.late
@@ -98,51 +90,44 @@ class Best:
     def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         """Time a schedule, and the variants that the problem allows; keep the best that fits."""
         bare = unpair(schedule)
-        self._offer(problem, bare, source)
-        whole = fused(problem, bare)
-        if whole is not None:
-            self._offer(problem, whole, source)
+        orders = [order for order in (bare, fused(problem, bare)) if order is not None]
+        for order in orders:
+            self._offer(problem, order, source)
         if problem.cost.hides:
-            for order in (bare, whole):
-                if order is not None and order.has_backward:
+            for order in orders:
+                if order.has_backward:
                     self._offer(problem, pair(order), source)
             if schedule.pairs:
                 self._offer(problem, schedule, source)
 
     def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
         self.budget.spend()
-        bench = self._benches.get(id(problem))
-        if bench is None:
-            bench = self._benches[id(problem)] = Bench(problem)
         joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
-        score = bench.score(coded(schedule.orders, problem.num_slices), joined)
+        lanes = coded(schedule.orders, problem.num_slices)
+        score = self._benches[id(problem)].score(lanes, joined)
         # Scores are much cheaper than simulations, so most candidates end here.
         if score is None or score.value >= self.value * (1 - ROUNDING):
             return
-        value, timeline = score.value, None
+        value = score.value
         peaks = self._peaks(problem, schedule)
         if not problem.fits(peaks):
             excess = max(peak - limit for peak, limit in zip(peaks, problem.limits, strict=True))
             self.least = min(self.least, excess)
-            relieved = (
-                offload_to_fit(
-                    problem, schedule, lambda candidate: self._time(problem, candidate), self.budget
-                )
-                if problem.offload
-                else None
-            )
+            if not problem.offload:
+                return
+            time = partial(self._time, problem)
+            relieved = offload_to_fit(problem, schedule, time, self.budget)
             if relieved is None:
                 return
             schedule, timeline = relieved, self._time(problem, relieved)
             value = problem.value(timeline)
             if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline.peak):
                 return
-        self.value, self.problem, self.source = value, problem, source
-        self.schedule, self._timeline = schedule, timeline
+        self.value, self.problem, self.schedule, self.source = value, problem, schedule, source
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
         """Return the most memory of each device."""
-        if _handed(problem) or problem.offload:
+        if problem.hands_over_memory or problem.offload:
             return simulate(schedule, problem.cost).peak
         # Otherwise memory depends on the order alone, so no simulation is needed.
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
@@ -161,7 +146,7 @@ class Best:
             self.schedule is not None
             and self.problem is problem
             and not problem.offload
-            and _handed(problem)
+            and problem.hands_over_memory
         ):
             peaks = [
                 residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders
@@ -227,14 +212,18 @@ class Best:
                         value, "the orders that memory and ways leave to the devices"
                     )
 
-    def prove(self, problems: Sequence[Problem], seed: int) -> None:
+    def prove(self, seed: int) -> None:
         """Solve each placement that is small enough for the solver. A proof raises its bound."""
-        for number, problem in enumerate(problems):
+        for number, problem in enumerate(self.problems):
             if self.done:
                 return
             self.budget.told.phase("proof")
-            hint = self.timeline if self.problem is problem else None
-            seconds = self.budget.left / (len(problems) - number)
+            hint = (
+                simulate(self.schedule, problem.cost)
+                if self.schedule is not None and self.problem is problem
+                else None
+            )
+            seconds = self.budget.left / (len(self.problems) - number)
             for solved in solve(problem, hint, seconds=seconds, seed=seed):
                 self.cut = self.cut or solved.late
                 if solved.orders is not None:
@@ -255,7 +244,7 @@ class Best:
 
     def found(self) -> Found:
         """Return the result of the search. Raises ScheduleError if no schedule was found."""
-        if self.schedule is None or self.timeline is None:
+        if self.schedule is None or self.problem is None:
             raise _too_little(self.problems, self.least, cut=self.budget.late)
         ended = (
             "bound"
@@ -266,8 +255,8 @@ class Best:
         )
         return Found(
             self.schedule,
-            self.timeline,
-            self.problems[0].objective,
+            simulate(self.schedule, self.problem.cost),
+            self.problem.objective,
             *self.least_bound,
             self.source,
             self.budget.evaluations,
@@ -278,11 +267,6 @@ class Best:
 def too_many(problem: Problem) -> bool:
     """Return whether a problem has too many actions to move single actions."""
     return problem.num_actions > _POLISHED
-
-
-def _handed(problem: Problem) -> bool:
-    """Return whether values between stages count as memory."""
-    return bool(problem.cost.skips) or any(per_stage(problem.cost.output, problem.num_stages))
 
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:

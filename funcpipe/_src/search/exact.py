@@ -14,16 +14,15 @@ OR-Tools' CP-SAT solves the program (extra ``solve``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil, floor, inf, lcm
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 from funcpipe._src.core.errors import ScheduleError
-from funcpipe._src.data.cost import per_stage
 from funcpipe._src.data.kinds import MOVES
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Action, Kind
@@ -131,6 +130,7 @@ class ConstraintProgram:
         times: the time of each kind and stage, in ticks.
         complete: whether the model covers all schedules of the problem, so that its bound is a
             bound of the problem.
+        chosen: the literal that says whether an action runs; actions without one always run.
     """
 
     def __init__(
@@ -144,21 +144,11 @@ class ConstraintProgram:
         ordered: bool,
     ) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
-        crossing = (
-            problem.cost.bandwidth
-            or problem.cost.skips
-            or any(per_stage(problem.cost.output, problem.num_stages))
-        )
         # Bandwidth, and memory of outputs and skips, are left out. The model then allows more
         # schedules and excludes none, so its bound remains a bound.
         self.complete = exact and not (ordered and (problem.remat or problem.offload))
-        kinds = (
-            Kind.F,
-            Kind.I,
-            Kind.W,
-            *[Kind.R] * problem.remat,
-            *[Kind.O, Kind.L] * problem.offload,
-        )
+        crossing = problem.cost.bandwidth or problem.hands_over_memory
+        kinds = _kinds(problem)
         stages, count = range(problem.num_stages), problem.num_microbatches
         self.times = {
             kind: [round(Fraction(problem.cost.of(kind, stage)) / unit) for stage in stages]
@@ -171,51 +161,46 @@ class ConstraintProgram:
         # The horizon must not exclude the best schedule: a schedule with a shorter span may have a
         # longer makespan, and with rounded times a schedule may be longer here.
         if begun and problem.objective == "makespan":
-            ends = max(
-                start + self.times[action.kind][action.stage] for action, start in begun.items()
-            )
+            ends = max(start + self._time(action) for action, start in begun.items())
             self.horizon = min(self.horizon, ends if exact and not crossing else 2 * ends + 1)
-        self.places = [(stage, microbatch) for stage in stages for microbatch in range(count)]
+        places = [(stage, microbatch) for stage in stages for microbatch in range(count)]
         self.starts = {
             Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "")
             for kind in kinds
-            for place in self.places
+            for place in places
         }
-        self.again = {place: self.cp.NewBoolVar("") for place in self.places if problem.remat}
-        self.away = {place: self.cp.NewBoolVar("") for place in self.places if problem.offload}
-        self.whole = {
-            place: self.cp.NewBoolVar("") for place in self.places if problem.cheaper[place[0]]
-        }
-        self.ends = {
-            action: start + self.times[action.kind][action.stage]
-            for action, start in self.starts.items()
-        }
-        for place in self.whole:
-            self._may_be_one(*place)
+        self.ends = {action: start + self._time(action) for action, start in self.starts.items()}
+        self.chosen: dict[Action, Any] = {}
+        always = (True,) * problem.num_stages
+        choices = ((Kind.R, always),) * problem.remat + ((Kind.O, always),) * problem.offload
+        for choice, offered in (*choices, (Kind.B, problem.cheaper)):
+            for stage, microbatch in places:
+                if offered[stage]:
+                    self.chosen[Action(choice, stage, microbatch)] = self.cp.NewBoolVar("")
+        for action, literal in [*self.chosen.items()]:
+            if action.kind is Kind.B:
+                self._may_be_one(action, literal)
+            elif action.kind is Kind.O:
+                self.chosen[action._replace(kind=Kind.L)] = literal
         self._one_at_a_time()
-        for place in self.places:
+        for place in places:
             self._waits(*place)
-        self._in_order(ordered)
-        self._memory()
+        self._in_order(places, ordered)
+        self._memory(places)
         most = max(map(len, problem.local))
         if problem.offload and not crossing and 3 * most * count <= _CAUSES:
             self._causes()
         self._objective()
         self._begin(begun)
 
-    def _chosen(self, action: Action) -> Any:
-        """Return the literal that says whether an action runs; None: it always runs."""
-        place = action.stage, action.microbatch
-        if action.kind is Kind.W:
-            return self.whole[place].Not() if place in self.whole else None
-        choices = self.again if action.kind is Kind.R else self.away if action.kind in MOVES else {}
-        return choices.get(place)
+    def _time(self, action: Action) -> int:
+        return self.times[action.kind][action.stage]
 
-    def _may_be_one(self, stage: int, microbatch: int) -> None:
+    def _may_be_one(self, backward: Action, whole: Any) -> None:
         """Let a backward be whole. I then has the time of B, and W counts as ending with it."""
-        whole = self.whole[stage, microbatch]
-        inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
-        end = self.starts[inward] + self.times[Kind.B][stage]
+        inward, weight = (backward._replace(kind=kind) for kind in (Kind.I, Kind.W))
+        self.chosen[weight] = whole.Not()
+        end = self.starts[inward] + self._time(backward)
         for action in (inward, weight):
             apart, self.ends[action] = self.ends[action], self.cp.NewIntVar(0, self.horizon, "")
             self.cp.Add(self.ends[action] == apart).OnlyEnforceIf(whole.Not())
@@ -225,22 +210,23 @@ class ConstraintProgram:
     def _one_at_a_time(self) -> None:
         """Forbid that computing actions of a device overlap, or moves on the same link."""
         busy: dict[tuple[int, Kind | None], list[Any]] = defaultdict(list)
+
+        def occupy(action: Action, start: Any, chosen: Any) -> None:
+            link = action.kind if action.kind in MOVES else None
+            length = self._time(action)
+            busy[self.problem.device_of[action.stage], link].append(
+                self.cp.NewFixedSizeIntervalVar(start, length, "")
+                if chosen is None
+                else self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, "")
+            )
+
         for action, start in self.starts.items():
-            kind, stage, microbatch, _ = action
-            row = busy[self.problem.device_of[stage], kind if kind in MOVES else None]
-            whole = self.whole.get((stage, microbatch)) if kind is Kind.I else None
-            chosen = self._chosen(action) if whole is None else whole.Not()
-            length = self.times[kind][stage]
-            if chosen is None:
-                row.append(self.cp.NewFixedSizeIntervalVar(start, length, ""))
+            backward = action._replace(kind=Kind.B)
+            if action.kind is Kind.I and backward in self.chosen:
+                occupy(action, start, self.chosen[backward].Not())
+                occupy(backward, start, self.chosen[backward])
             else:
-                row.append(self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, ""))
-            if whole is not None:
-                row.append(
-                    self.cp.NewOptionalFixedSizeIntervalVar(
-                        start, self.times[Kind.B][stage], whole, ""
-                    )
-                )
+                occupy(action, start, self.chosen.get(action))
         for row in busy.values():
             self.cp.AddNoOverlap(row)
 
@@ -254,43 +240,40 @@ class ConstraintProgram:
         self._after(inward, forward)
         self._after(weight, inward)
         if stage:
-            self._after(forward, Action(Kind.F, stage - 1, microbatch), forward_hops[stage - 1])
-            self._after(Action(Kind.I, stage - 1, microbatch), inward, backward_hops[stage])
-        for chain in ((forward, again, inward), (forward, off, back, inward)):
-            if all(action in self.starts for action in chain):
-                for earlier, later in pairwise(chain):
+            self._after(forward, forward._replace(stage=stage - 1), forward_hops[stage - 1])
+            self._after(inward._replace(stage=stage - 1), inward, backward_hops[stage])
+        for order in ((forward, again, inward), (forward, off, back, inward)):
+            if all(action in self.starts for action in order):
+                for earlier, later in pairwise(order):
                     self._after(later, earlier)
-        place = stage, microbatch
-        if place in self.again and place in self.away:
-            self.cp.AddBoolOr([self.again[place].Not(), self.away[place].Not()])
+        if again in self.chosen and off in self.chosen:
+            self.cp.AddBoolOr([self.chosen[again].Not(), self.chosen[off].Not()])
 
     def _after(self, later: Action, earlier: Action, hop: int = 0) -> None:
         constraint = self.cp.Add(self.starts[later] >= self.ends[earlier] + hop)
-        chosen = [
-            literal for action in (later, earlier) if (literal := self._chosen(action)) is not None
-        ]
+        chosen = [self.chosen[action] for action in (later, earlier) if action in self.chosen]
         if chosen:
             constraint.OnlyEnforceIf(chosen)
 
-    def _in_order(self, ordered: bool) -> None:
+    def _in_order(self, places: Sequence[tuple[int, int]], ordered: bool) -> None:
         """Keep microbatches in order: everywhere, or else in the forwards of stage 0.
 
         The order of the first forwards only numbers the microbatches, so it excludes no schedule.
         """
         kinds = (Kind.F, Kind.I, Kind.W) if ordered else (Kind.F,)
-        for stage, microbatch in self.places:
+        for stage, microbatch in places:
             if microbatch and (ordered or stage == 0):
                 for kind in kinds:
                     self._after(
                         Action(kind, stage, microbatch), Action(kind, stage, microbatch - 1)
                     )
 
-    def _memory(self) -> None:
+    def _memory(self, places: Sequence[tuple[int, int]]) -> None:
         problem = self.problem
         largest = max((limit for limit in problem.limits if limit < inf), default=1.0)
         scale = _FINE / largest
         held: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        for stage, microbatch in self.places:
+        for stage, microbatch in places:
             device = problem.device_of[stage]
             if problem.limits[device] == inf:
                 continue
@@ -299,37 +282,35 @@ class ConstraintProgram:
             rest = min(problem.rest[stage], problem.residual[stage])
             shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
             more = floor((problem.rest[stage] - rest) * scale)
-            begin = self._made(stage, microbatch)
-            inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
+            forward, inward, weight, off = (
+                Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.O)
+            )
+            begin = self._made(forward)
             for last, share in zip((inward, weight), shares, strict=True):
                 if share:
                     held[device].append((self._held(begin, last), share))
             if more:
                 held[device].append(
-                    (self._held(self.ends[inward], weight, self._chosen(weight)), more)
+                    (self._held(self.ends[inward], weight, self.chosen.get(weight)), more)
                 )
-            if (chosen := self.away.get((stage, microbatch))) is not None:
-                begin = self.starts[Action(Kind.F, stage, microbatch)]
-                held[device].append(
-                    (self._held(begin, Action(Kind.O, stage, microbatch), chosen), sum(shares))
-                )
+            if off in self.chosen:
+                on_device = self._held(self.starts[forward], off, self.chosen[off])
+                held[device].append((on_device, sum(shares)))
         for device, rows in held.items():
             intervals, shares = zip(*rows, strict=True)
             self.cp.AddCumulative(
                 intervals, shares, ceil(problem.limits[device] * (1 + ROUNDING) * scale)
             )
 
-    def _made(self, stage: int, microbatch: int) -> Any:
+    def _made(self, forward: Action) -> Any:
         """When the residual that a backward reads is there: from its F, or from its R or L."""
-        begin = self.starts[Action(Kind.F, stage, microbatch)]
-        for choices, kind in ((self.again, Kind.R), (self.away, Kind.L)):
-            chosen = choices.get((stage, microbatch))
-            if chosen is not None:
-                before, begin = begin, self.cp.NewIntVar(0, self.horizon, "")
+        begin = self.starts[forward]
+        for source in (forward._replace(kind=Kind.R), forward._replace(kind=Kind.L)):
+            if source in self.chosen:
+                chosen, before = self.chosen[source], begin
+                begin = self.cp.NewIntVar(0, self.horizon, "")
                 self.cp.Add(begin == before).OnlyEnforceIf(chosen.Not())
-                self.cp.Add(begin == self.starts[Action(kind, stage, microbatch)]).OnlyEnforceIf(
-                    chosen
-                )
+                self.cp.Add(begin == self.starts[source]).OnlyEnforceIf(chosen)
         return begin
 
     def _held(self, begin: Any, last: Action, chosen: Any = None) -> Any:
@@ -352,33 +333,25 @@ class ConstraintProgram:
         last = self.problem.num_stages - 1
         forward_hops, backward_hops = self.hops
         for action, start in self.starts.items():
-            kind, stage, microbatch, _ = action
+            kind, stage = action.kind, action.stage
             device = self.problem.device_of[stage]
             causes: list[tuple[Any, Any]] = [(0, None)] if kind is Kind.F else []
             causes += [
-                (self.ends[other], self._chosen(other))
+                (self.ends[other], self.chosen.get(other))
                 for other in self.starts
                 if other != action
                 and self.problem.device_of[other.stage] == device
                 and (other.kind not in MOVES or other.kind is kind)
             ]
             if kind is Kind.F and stage:
-                causes.append(
-                    (
-                        self.ends[Action(Kind.F, stage - 1, microbatch)] + forward_hops[stage - 1],
-                        None,
-                    )
-                )
+                sender = action._replace(stage=stage - 1)
+                causes.append((self.ends[sender] + forward_hops[stage - 1], None))
             if kind is Kind.I and stage < last:
-                causes.append(
-                    (
-                        self.ends[Action(Kind.I, stage + 1, microbatch)] + backward_hops[stage + 1],
-                        None,
-                    )
-                )
+                sender = action._replace(stage=stage + 1)
+                causes.append((self.ends[sender] + backward_hops[stage + 1], None))
             if kind in (Kind.I, Kind.L):
-                half = Action(Kind.L if kind is Kind.I else Kind.O, stage, microbatch)
-                causes.append((self.ends[half], self._chosen(half)))
+                half = action._replace(kind=Kind.L if kind is Kind.I else Kind.O)
+                causes.append((self.ends[half], self.chosen.get(half)))
             literals: list[Any] = []
             for moment, condition in causes:
                 literal = self.cp.NewBoolVar("")
@@ -386,8 +359,9 @@ class ConstraintProgram:
                 if condition is not None:
                     self.cp.AddImplication(literal, condition)
                 literals.append(literal)
-            chosen = self._chosen(action)
-            self.cp.AddBoolOr(literals if chosen is None else [*literals, chosen.Not()])
+            if action in self.chosen:
+                literals.append(self.chosen[action].Not())
+            self.cp.AddBoolOr(literals)
 
     def _objective(self) -> None:
         cp, problem = self.cp, self.problem
@@ -406,32 +380,33 @@ class ConstraintProgram:
     def _begin(self, begun: _Starts) -> None:
         """Give the solver a schedule as a hint."""
         for action, start in self.starts.items():
+            whole = action._replace(kind=Kind.B)
             if action in begun:
                 self.cp.AddHint(start, begun[action])
-            elif (
-                whole := Action(Kind.B, action.stage, action.microbatch)
-            ) in begun and action.kind in (
-                Kind.I,
-                Kind.W,
-            ):
+            elif whole in begun and action.kind in (Kind.I, Kind.W):
                 self.cp.AddHint(start, begun[whole])
-        for choices, kind in ((self.again, Kind.R), (self.away, Kind.O), (self.whole, Kind.B)):
-            for place, chosen in choices.items():
-                if begun:
-                    self.cp.AddHint(chosen, Action(kind, *place) in begun)
+        for action, literal in self.chosen.items():
+            if begun and action.kind not in (Kind.L, Kind.W):  # these follow from O and B
+                self.cp.AddHint(literal, action in begun)
 
     def solution(self, solver: Any) -> dict[Action, int]:
         """Return the starts of the actions that run in a solution."""
-        chosen = {action: self._chosen(action) for action in self.starts}
+        left_out = {action for action, literal in self.chosen.items() if not solver.Value(literal)}
         found = {
             action: solver.Value(start)
             for action, start in self.starts.items()
-            if chosen[action] is None or solver.Value(chosen[action])
+            if action not in left_out
         }
-        for place, whole in self.whole.items():
-            if solver.Value(whole):
-                found[Action(Kind.B, *place)] = found.pop(Action(Kind.I, *place))
+        for whole in self.chosen:
+            if whole.kind is Kind.B and whole not in left_out:
+                found[whole] = found.pop(whole._replace(kind=Kind.I))
         return found
+
+
+def _kinds(problem: Problem) -> tuple[Kind, ...]:
+    """Return the kinds that the model has variables for; a B is an I with another time."""
+    remat = (Kind.R,) if problem.remat else ()
+    return (Kind.F, Kind.I, Kind.W, *remat, *((Kind.O, Kind.L) if problem.offload else ()))
 
 
 def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Action, int]:
@@ -490,17 +465,10 @@ def _orders(
 
 def unit_of(problem: Problem) -> tuple[Fraction, bool]:
     """Choose the time of a tick. Return it, and whether all times are whole numbers of ticks."""
-    moving = (
-        [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)]
-        if problem.offload
-        else []
-    )
-    again = problem.again if problem.remat else ()
-    whole = [
-        time for time, saves in zip(problem.whole_backward, problem.cheaper, strict=True) if saves
-    ]
-    rows = (problem.forward, problem.inward, problem.weight, whole, again, *problem.waits, moving)
-    times = [Fraction(time) for row in rows for time in row]
+    stages = range(problem.num_stages)
+    times = [problem.cost.of(kind, stage) for kind in _kinds(problem) for stage in stages]
+    times += [problem.whole_backward[stage] for stage in stages if problem.cheaper[stage]]
+    times = [*map(Fraction, chain(times, *problem.waits))]
     rough = [time.limit_denominator(10**4) for time in times]
     unit = Fraction(1, lcm(*(time.denominator for time in rough)))
     long = max(rough, default=Fraction(0))

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from funcpipe._src.schedules.clock import B, F, I, R, W
+from funcpipe._src.schedules.clock import CODED, B, F, I, R, W
 from funcpipe._src.search.problem import ROUNDING, CodedAction, CodedLanes, Problem, Score
 
 NEVER = float("inf")
@@ -65,6 +65,7 @@ class Simulation:
         self.gradients = [[NEVER] * count for _ in range(stages)]
         self.forwards, self.backwards, self.weights = [0] * stages, [0] * stages, [0] * stages
         self.devices = [Device(limit) for limit in problem.limits]
+        self.durations = [problem.times(kind) for kind in CODED]
 
     @property
     def lanes(self) -> CodedLanes:
@@ -82,51 +83,46 @@ class Simulation:
             drop: whether a forward drops its residual.
         """
         problem, device, receiver = self.problem, self.devices[number], number
-        growth = problem.growth
         if code == F:
             microbatch = self.forwards[stage]
+        elif code == W:
+            stage = device.owed.popleft()
+            microbatch = problem.turns[self.weights[stage]]
+        else:
+            microbatch = problem.turns[self.backwards[stage]]
+        place, (time, size) = (stage, microbatch), problem.growth[microbatch]
+        residual, rest = problem.residual[stage], problem.rest[stage]
+        end = now + self.durations[code][stage] * time
+        if code == F:
             self.forwards[stage] += 1
-            time, size = growth[microbatch]
-            end = now + problem.forward[stage] * time
             if drop:
-                device.dropped.add((stage, microbatch))
+                device.dropped.add(place)
             else:
-                device.held += problem.residual[stage] * size
+                device.held += residual * size
                 device.kept += 1
             if stage + 1 < problem.num_stages:
                 self.inputs[stage + 1][microbatch] = end + problem.waits[0][stage]
                 receiver = problem.device_of[stage + 1]
             else:
                 self.gradients[stage][microbatch] = end
-        elif code in (B, I):
-            microbatch = problem.turns[self.backwards[stage]]
-            time, size = growth[microbatch]
+        elif code == R:
+            device.held += residual * size
+            device.dropped.remove(place)
+            device.again.add(place)
+        elif code == W:
+            self.weights[stage] += 1
+            device.held -= rest * size
+        else:
             self.backwards[stage] += 1
             if code == B:
-                end = now + problem.whole_backward[stage] * time
-                device.held -= problem.residual[stage] * size
+                device.held -= residual * size
             else:
-                end = now + problem.inward[stage] * time
-                device.held -= (problem.residual[stage] - problem.rest[stage]) * size
+                device.held -= (residual - rest) * size
                 device.owed.append(stage)
-            device.kept -= (stage, microbatch) not in device.again
+            device.kept -= place not in device.again
             if stage:
                 self.gradients[stage - 1][microbatch] = end + problem.waits[1][stage]
                 receiver = problem.device_of[stage - 1]
-        elif code == W:
-            stage = device.owed.popleft()
-            microbatch = problem.turns[self.weights[stage]]
-            time, size = growth[microbatch]
-            self.weights[stage] += 1
-            end = now + problem.weight[stage] * time
-            device.held -= problem.rest[stage] * size
-        else:
-            microbatch = problem.turns[self.backwards[stage]]
-            time, size = growth[microbatch]
-            end = now + problem.again[stage] * time
-            device.held += problem.residual[stage] * size
-            device.dropped.remove((stage, microbatch))
-            device.again.add((stage, microbatch))
         device.begun = min(device.begun, now)
         device.lane.append((code, stage, microbatch))
         device.free = end
@@ -193,7 +189,15 @@ class _Ruled(Simulation):
 
     def __init__(self, problem: Problem, rules: Sequence[DeviceRule]) -> None:
         super().__init__(problem)
-        self.rules, self.ranks = rules, list(map(_ranks, problem.local, rules))
+        self.rules, self.ranks = rules, []
+        for stages, rule in zip(problem.local, rules, strict=True):
+            following = dict(pairwise(stages))
+            self.ranks.append(
+                [
+                    (code, stages[chunk], rule.window[chunk], following.get(stages[chunk], -1))
+                    for code, chunk in rule.ranks
+                ]
+            )
         self.grows = [
             rest - residual for rest, residual in zip(problem.rest, problem.residual, strict=True)
         ]
@@ -229,12 +233,8 @@ class _Ruled(Simulation):
         if waiting > rule.owed:
             return W, -1, False, 0.0
         soonest, blocked = NEVER, False
-        forwards, backwards, count, turns = (
-            self.forwards,
-            self.backwards,
-            problem.num_microbatches,
-            problem.turns,
-        )
+        forwards, backwards = self.forwards, self.backwards
+        count, turns = problem.num_microbatches, problem.turns
         whole, room, growth = problem.residual, device.limit - device.held, problem.growth
         for code, stage, window, next_stage in self.ranks[number]:
             if code == F:
@@ -282,11 +282,3 @@ class _Ruled(Simulation):
         if waiting and (blocked or soonest - now >= rule.worth * problem.weight[device.owed[0]]):
             return W, -1, False, 0.0
         return -1, -1, False, soonest
-
-
-def _ranks(stages: Sequence[int], rule: DeviceRule) -> list[tuple[int, int, int, int]]:
-    following = dict(pairwise(stages))
-    return [
-        (code, stages[chunk], rule.window[chunk], following.get(stages[chunk], -1))
-        for code, chunk in rule.ranks
-    ]

@@ -95,6 +95,11 @@ class Problem:
         """
         return replace(self, cost=self.cost.computing()) if self.cost.hides else self
 
+    @property
+    def hands_over_memory(self) -> bool:
+        """Whether values between stages count as memory."""
+        return bool(self.cost.skips) or any(per_stage(self.cost.output, self.num_stages))
+
     @cached_property
     def smallest(self) -> tuple[float, float]:
         """The smallest factor of a microbatch for its time, and the smallest for its memory."""

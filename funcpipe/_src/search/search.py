@@ -130,7 +130,7 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) 
     beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), 1.0)
     budget.told.look = best.look
     begins = budget.part(_BEGINS)
-    best.begin(problems, begins)
+    best.begin(begins)
     best.sharpen(steps=1)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
@@ -157,5 +157,5 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) 
     best.polish(Random(seed), share=beside)
     best.sharpen(steps=_STEPS)
     if exact:
-        best.prove(problems, seed)
+        best.prove(seed)
     return best
