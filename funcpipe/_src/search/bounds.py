@@ -13,6 +13,7 @@ microbatches.
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from funcpipe._src.search.problem import ROUNDING, Problem
@@ -40,25 +41,17 @@ def lower_bound(problem: Problem) -> LowerBound:
     problem = problem.computing
     heads = _heads(problem)
     bounds: list[LowerBound] = []
-    for device in range(problem.num_devices):
-        if not problem.local[device]:
+    for device, stages in enumerate(problem.local):
+        if not stages:
             continue
-        spans = [
-            LowerBound(problem.work[device], f"the work of device {device}"),
-            LowerBound(*_chains(problem, device)),
-        ]
+        spans = [(problem.work[device], f"the work of device {device}"), _chains(problem, device)]
         if not problem.remat and not problem.offload:
+            memory = f"the memory of device {device}"
             spans += [
-                LowerBound(
-                    _warm_up(problem, device),
-                    f"the memory of device {device}, until its first gradient comes",
-                ),
-                LowerBound(
-                    _area(problem, device),
-                    f"the memory of device {device}, while gradients are on their way",
-                ),
+                (_warm_up(problem, device), f"{memory}, until its first gradient comes"),
+                (_area(problem, device), f"{memory}, while gradients are on their way"),
             ]
-        head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
+        head = heads[stages[0]] if problem.objective == "makespan" else 0.0
         bounds += [LowerBound(value + head, binds) for value, binds in spans]
     value, device = windows_bound(problem)
     bounds.append(LowerBound(value, f"the orders that memory and ways leave to device {device}"))
@@ -70,7 +63,7 @@ def lower_bound(problem: Problem) -> LowerBound:
 def _way(problem: Problem) -> float:
     """Return the time of the longest microbatch: an overlap does not make an action shorter."""
     waits = sum(problem.waits[0]) + sum(problem.waits[1])
-    return problem.longest * (sum(problem.forward) + sum(_backward(problem))) + waits
+    return problem.longest * (sum(problem.forward) + sum(problem.backward)) + waits
 
 
 def _heads(problem: Problem) -> list[float]:
@@ -83,13 +76,8 @@ def _heads(problem: Problem) -> list[float]:
 def _tails(problem: Problem) -> list[float]:
     """Return, for each stage, the least time from the end of its backward to the end of stage
     0's, without W."""
-    hops, backward = problem.waits[1], _backward(problem)
-    return [0.0, *accumulate(hop + time for hop, time in zip(hops[1:], backward, strict=False))]
-
-
-def _backward(problem: Problem) -> list[float]:
-    """Return the least time from the start of each stage's backward to its input gradient."""
-    return list(map(min, problem.inward, problem.whole_backward))
+    steps = zip(problem.waits[1][1:], problem.backward, strict=False)
+    return [0.0, *accumulate(hop + time for hop, time in steps)]
 
 
 def _chains(problem: Problem, device: int) -> tuple[float, str]:
@@ -98,27 +86,25 @@ def _chains(problem: Problem, device: int) -> tuple[float, str]:
     Between the first forward and the last backward of the device, all microbatches pass through
     each later device. The first must get there, and the last must come back.
     """
-    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    heads, tails, backward = _heads(problem), _tails(problem), problem.backward
     first = problem.local[device][0]
-    closing = (
-        min(problem.inward[first] + problem.weight[first], problem.whole_backward[first])
-        - backward[first]
-    )
-    best, binds = 0.0, ""
-    for other in range(problem.num_devices):
-        beyond = [stage for stage in problem.local[other] if stage >= first]
-        if not beyond:
-            continue
-        through = problem.total * sum(problem.forward[stage] + backward[stage] for stage in beyond)
-        chain = (
-            heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
-        )
-        if chain > best:
-            best, binds = (
-                chain,
-                f"the work of device {other}, and the way there and back from device {device}",
+    split = problem.inward[first] + problem.weight[first]
+    closing = min(split, problem.whole_backward[first]) - backward[first]
+    chains = [(0.0, "")]
+    for other, stages in enumerate(problem.local):
+        beyond = [stage for stage in stages if stage >= first]
+        if beyond:
+            way = heads[beyond[0]] - heads[first]
+            through = problem.total * sum(
+                problem.forward[stage] + backward[stage] for stage in beyond
             )
-    return best, binds
+            chains.append(
+                (
+                    way + through + tails[beyond[0]] - tails[first] + closing,
+                    f"the work of device {other}, and the way there and back from device {device}",
+                )
+            )
+    return max(chains, key=itemgetter(0))
 
 
 def _warm_up(problem: Problem, device: int) -> float:
@@ -134,12 +120,9 @@ def _warm_up(problem: Problem, device: int) -> float:
     for stage in sorted(
         stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)
     ):
-        size = problem.residual[stage]
-        fitting = (
-            problem.num_microbatches
-            if size == 0
-            else min(problem.num_microbatches, room / size * (1 + ROUNDING))
-        )
+        size, fitting = problem.residual[stage], problem.num_microbatches
+        if size:
+            fitting = min(fitting, room / size * (1 + ROUNDING))
         if len(stages) == 1:
             fitting = int(fitting)
         forward_time += fitting * problem.forward[stage] * problem.longest
@@ -170,7 +153,7 @@ def _lying(problem: Problem, stage: int, trip: float) -> float:
 def _round_trip(problem: Problem, first: int, last: int) -> float:
     """Return the least time from the start of F in one stage to the start of the backward in a
     later (or the same) stage."""
-    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    heads, tails, backward = _heads(problem), _tails(problem), problem.backward
     end = problem.num_stages - 1
     turn = heads[end] + problem.forward[end] - heads[first]
     return turn if last == end else turn + backward[end] + tails[end] - tails[last] - backward[last]

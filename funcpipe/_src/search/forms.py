@@ -6,7 +6,7 @@ The published schedules for lines, loops and Vs then apply to any placement: sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias
@@ -26,16 +26,11 @@ def forms(problem: Problem) -> list[tuple[Problem, Lift]]:
     >>> [form.device_of for form, _ in forms(Problem(Cost(), (2, 0, 0, 1), 2, (4.0, 5.0, 6.0)))]
     [(0, 1, 2), (2, 0, 0, 1)]
     """
-    simple = simplest(problem)
-    return [simple, (problem, _as_it_is)] if simple is not None else [(problem, _as_it_is)]
-
-
-def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
-    """Return the simplest form of a problem; None if the problem is simplest already."""
     runs = [(device, len([*group])) for device, group in groupby(problem.device_of)]
     devices = [*dict.fromkeys(problem.device_of)]
+    itself: tuple[Problem, Lift] = problem, lambda schedule: schedule
     if len(runs) == problem.num_stages and devices == sorted(devices):
-        return None
+        return [itself]
     sizes = [size for _, size in runs]
     form = replace(
         problem,
@@ -44,26 +39,22 @@ def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
         limits=tuple([problem.limits[device] for device in devices]),
     )
     stages = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
-    return form, lambda schedule: _lifted(schedule, stages, devices)
+
+    def lift(schedule: Schedule) -> Schedule:
+        """Replace each action of a joined stage by actions of its stages, on their devices."""
+        orders: list[tuple[Action, ...]] = [()] * len(devices)
+        for device, order in zip(devices, schedule.orders, strict=True):
+            orders[device] = tuple(
+                [
+                    action._replace(stage=stage)
+                    for action in order
+                    for stage in stages[action.stage][:: _direction(action)]
+                ]
+            )
+        return Schedule(tuple(orders), schedule.name)
+
+    return [(form, lift), itself]
 
 
-def _lifted(schedule: Schedule, stages: Sequence[range], devices: Sequence[int]) -> Schedule:
-    """Replace each action of a joined stage by actions of its stages, on the original devices."""
-    orders: list[tuple[Action, ...]] = [()] * len(devices)
-    for device, order in zip(devices, schedule.orders, strict=True):
-        orders[device] = tuple(
-            [
-                action._replace(stage=stage)
-                for action in order
-                for stage in _in_order(action, stages[action.stage])
-            ]
-        )
-    return Schedule(tuple(orders), schedule.name)
-
-
-def _in_order(action: Action, stages: range) -> Sequence[int]:
-    return stages[::-1] if KINDS[action.kind].flow is Flow.BACKWARD else stages
-
-
-def _as_it_is(schedule: Schedule) -> Schedule:
-    return schedule
+def _direction(action: Action) -> int:
+    return -1 if KINDS[action.kind].flow is Flow.BACKWARD else 1

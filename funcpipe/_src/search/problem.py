@@ -174,6 +174,11 @@ class Problem:
         return self.times(Kind.B)
 
     @cached_property
+    def backward(self) -> tuple[float, ...]:
+        """The least time from the start of a backward to its input gradient, by stage."""
+        return tuple(map(min, self.inward, self.whole_backward))
+
+    @cached_property
     def cheaper(self) -> tuple[bool, ...]:
         """By stage, whether B takes less time or less memory than I and W."""
         rows = zip(

@@ -126,17 +126,17 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
     for F and W. A B counts as an I of its least time, with the remaining time as W.
     """
     stages, count = range(first, problem.num_stages), problem.num_microbatches
-    inward = list(map(min, problem.inward, problem.whole_backward))
-    rows = zip(problem.whole_backward, problem.inward, problem.weight, inward, strict=True)
-    weight = [min(whole, inward + weight) - least for whole, inward, weight, least in rows]
     makes = R if problem.remat else F
     lengths = {(F, stage): problem.forward[stage] for stage in stages}
     if problem.remat:
         lengths |= {
             (R, stage): min(problem.forward[stage], problem.again[stage]) for stage in stages
         }
-    lengths |= {(I, stage): inward[stage] for stage in reversed(stages)}
-    lengths |= {(W, stage): weight[stage] for stage in stages}
+    lengths |= {(I, stage): problem.backward[stage] for stage in reversed(stages)}
+    for stage in stages:
+        split = problem.backward[stage] + problem.weight[stage]
+        whole = problem.whole_backward[stage]
+        lengths[W, stage] = min(whole, split) - problem.backward[stage]
     follows: dict[RowKey, list[tuple[RowKey, float]]] = {row: [] for row in lengths}
     after: dict[RowKey, list[Ways]] = {row: [] for row in lengths}
     before: dict[RowKey, list[Ways]] = {row: [({},)] * count for row in lengths}
@@ -150,10 +150,8 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
         follows[I, stage].append(((makes, stage), 0.0))
         follows[W, stage].append(((I, stage), 0.0))
         local = [other for other in problem.local[problem.device_of[stage]] if other >= first]
-        earlier, later = (
-            [other for other in local if other < stage],
-            [other for other in local if other > stage],
-        )
+        earlier = [other for other in local if other < stage]
+        later = [other for other in local if other > stage]
         home = _RowStage(stage, earlier, later, makes)
         for number in range(count):
             come = {(F, other): number + 1 for other in earlier}
