@@ -86,34 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     version = f"funcpipe {fp.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    about_demo = (
+    compared = "compare all families: makespan, bubble, idle, peak memory, legal or not"
+    searched = "search for a short schedule, for your costs and a memory limit"
+    shown = (
         "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, "
         "prove its numbers"
     )
     for name, run, about, epilog, options in (
         ("draw", _draw, "draw the timeline of a schedule", _DRAW_HELP, _DRAW),
-        (
-            "compare",
-            _compare,
-            "compare all families: makespan, bubble, idle, peak memory, legal or not",
-            _COMPARE_HELP,
-            _COMPARE,
-        ),
-        (
-            "search",
-            _search,
-            "search for a short schedule, for your costs and a memory limit",
-            _SEARCH_HELP,
-            _SEARCH,
-        ),
+        ("compare", _compare, compared, _COMPARE_HELP, _COMPARE),
+        ("search", _search, searched, _SEARCH_HELP, _SEARCH),
         ("convert", _convert, "write a schedule in another format", _CONVERT_HELP, _CONVERT),
-        (
-            "demo",
-            lambda **words: demo.main(demo.DemoOptions(**words)),
-            about_demo,
-            "",
-            demo.OPTIONS,
-        ),
+        ("demo", lambda **words: demo.main(demo.DemoOptions(**words)), shown, "", demo.OPTIONS),
     ):
         command = commands.add_parser(
             name,
@@ -190,36 +174,38 @@ _IMBALANCE = (
 OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The keywords of `argparse` for each option."""
 
-_SCHEDULE: OptionTable = {
-    "schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}
-}
+
+def _value(
+    metavar: str, help: str, parse: Callable[[str], Any] = str, **settings: Any
+) -> Mapping[str, Any]:
+    """Return the keywords of an option with a value."""
+    return {"metavar": metavar, "help": help, "type": parse, **settings}
+
+
+def _flag(help: str) -> Mapping[str, Any]:
+    """Return the keywords of an option without a value."""
+    return {"action": "store_true", "help": help}
+
+
+_SCHEDULE: OptionTable = {"schedule": _value("SCHEDULE", "a family or a file; see below")}
 _COUNTS: OptionTable = {
-    "--stages": {"type": as_count, "metavar": "S", "help": "the number of stages"},
-    "--microbatches": {"type": as_count, "metavar": "M", "help": "the number of microbatches"},
-    "--devices": {"type": as_count, "metavar": "D", "help": "the number of devices"},
-    "--slices": {
-        "type": as_count,
-        "metavar": "K",
-        "help": "the number of slices of each microbatch, along its sequence",
-    },
-    "--remat": {
-        "action": "store_true",
-        "help": "recompute every residual instead of keeping it",
-    },
+    "--stages": _value("S", "the number of stages", as_count),
+    "--microbatches": _value("M", "the number of microbatches", as_count),
+    "--devices": _value("D", "the number of devices", as_count),
+    "--slices": _value(
+        "K", "the number of slices of each microbatch, along its sequence", as_count
+    ),
+    "--remat": _flag("recompute every residual instead of keeping it"),
 }
 _COST: OptionTable = {
-    "--cost": {
-        "type": as_cost,
-        "metavar": "COST",
-        "help": "the costs of actions: name=number,... or a JSON file; see below",
-    }
+    "--cost": _value(
+        "COST", "the costs of actions: name=number,... or a JSON file; see below", as_cost
+    )
 }
 _WIDTH: OptionTable = {
-    "--width": {
-        "type": as_count,
-        "metavar": "COLUMNS",
-        "help": "the width of the text; default: the width of the terminal",
-    }
+    "--width": _value(
+        "COLUMNS", "the width of the text; default: the width of the terminal", as_count
+    )
 }
 _PROGRESS: OptionTable = {
     "--progress": {
@@ -232,95 +218,74 @@ _DRAW: OptionTable = {
     **_COUNTS,
     **_COST,
     **_WIDTH,
-    "--output": {"metavar": "FILE", "help": "write the picture instead: .svg or .txt"},
-    "--trace": {
-        "metavar": "FILE",
-        "help": "also write a .json trace, to zoom into at ui.perfetto.dev",
-    },
+    "--output": _value("FILE", "write the picture instead: .svg or .txt"),
+    "--trace": _value("FILE", "also write a .json trace, to zoom into at ui.perfetto.dev"),
 }
 _COMPARE: OptionTable = {
-    "files": {"nargs": "*", "metavar": "FILE", "help": f"more schedules: {SUFFIXES}"},
+    "files": _value("FILE", f"more schedules: {SUFFIXES}", nargs="*"),
     **{name: _COUNTS[name] for name in ("--stages", "--microbatches", "--devices", "--remat")},
     **_COST,
-    "--device-memory": {
-        "type": as_positive,
-        "metavar": "LIMIT",
-        "help": "the memory of a device, in the unit of residual",
-    },
-    "--search": {
-        "type": as_count,
-        "metavar": "N",
-        "help": "also show the result of `search` with N schedules; with --remat the search may "
+    "--device-memory": _value(
+        "LIMIT", "the memory of a device, in the unit of residual", as_positive
+    ),
+    "--search": _value(
+        "N",
+        "also show the result of `search` with N schedules; with --remat the search may "
         "recompute residuals, the families always do",
-    },
+        as_count,
+    ),
     **_PROGRESS,
 }
 _SEARCH: OptionTable = {
     "--devices": {**_COUNTS["--devices"], "required": True, "dest": "num_devices"},
     "--microbatches": {**_COUNTS["--microbatches"], "required": True, "dest": "num_microbatches"},
-    "--stages": {
-        "type": as_count,
-        "metavar": "S",
-        "dest": "num_stages",
-        "help": "the number of stages; default: from the cost or the placement, or D",
-    },
+    "--stages": _value(
+        "S",
+        "the number of stages; default: from the cost or the placement, or D",
+        as_count,
+        dest="num_stages",
+    ),
     "--slices": {**_COUNTS["--slices"], "dest": "num_slices", "default": 1},
     **_COST,
-    "--device-memory": {
-        "type": as_limits,
-        "metavar": "LIMIT",
-        "dest": "memory_limit",
-        "help": "the memory of a device, in the unit of residual, or of each device: 4,4,3",
-    },
-    "--placement": {
-        "type": as_placement,
-        "metavar": "SHAPE",
-        "help": "line (neighbours on each device), loop (stage s on device s mod D), v (down the "
+    "--device-memory": _value(
+        "LIMIT",
+        "the memory of a device, in the unit of residual, or of each device: 4,4,3",
+        as_limits,
+        dest="memory_limit",
+    ),
+    "--placement": _value(
+        "SHAPE",
+        "line (neighbours on each device), loop (stage s on device s mod D), v (down the "
         "devices and back up), or the device of each stage: 0,1,1,0; default: try all",
-    },
-    "--remat": {"action": "store_true", "help": "allow to recompute residuals"},
-    "--offload": {"action": "store_true", "help": "allow to move residuals to the host and back"},
+        as_placement,
+    ),
+    "--remat": _flag("allow to recompute residuals"),
+    "--offload": _flag("allow to move residuals to the host and back"),
     "--objective": {
         "choices": ("makespan", "span"),
         "default": "makespan",
         "help": "default: makespan",
     },
-    "--exact": {
-        "action": "store_true",
-        "help": "let OR-Tools (extra `solve`) find the shortest schedule and prove it, in the rest "
-        "of --seconds; for up to about 4 devices and 8 microbatches",
-    },
-    "--evaluations": {
-        "type": as_count,
-        "metavar": "N",
-        "default": 10_000,
-        "help": "the number of schedules to simulate at most; default: 10000",
-    },
-    "--seconds": {
-        "type": as_positive,
-        "metavar": "S",
-        "default": 30.0,
-        "help": "the time limit; default: 30",
-    },
-    "--seed": {
-        "type": as_index,
-        "metavar": "N",
-        "default": 0,
-        "help": "the seed of the random changes; default: 0",
-    },
+    "--exact": _flag(
+        "let OR-Tools (extra `solve`) find the shortest schedule and prove it, in the rest "
+        "of --seconds; for up to about 4 devices and 8 microbatches"
+    ),
+    "--evaluations": _value(
+        "N", "the number of schedules to simulate at most; default: 10000", as_count, default=10_000
+    ),
+    "--seconds": _value("S", "the time limit; default: 30", as_positive, default=30.0),
+    "--seed": _value("N", "the seed of the random changes; default: 0", as_index, default=0),
     **_PROGRESS,
     **_WIDTH,
-    "--output": {
-        "metavar": "FILE",
-        "help": (
-            "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the "
-            "picture (.svg)"
-        ),
-    },
+    "--output": _value(
+        "FILE",
+        "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the "
+        "picture (.svg)",
+    ),
 }
 _CONVERT: OptionTable = {
     **_SCHEDULE,
-    "file": {"metavar": "FILE", "help": "the file to write: .json, .csv or .txt"},
+    "file": _value("FILE", "the file to write: .json, .csv or .txt"),
     **_COUNTS,
 }
 
@@ -383,21 +348,21 @@ def _compare(
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
     makers: list[tuple[str, Callable[[], fp.Schedule | fp.typing.Found]]] = []
-    makers += [
-        (name, partial(family, stages, microbatches, num_devices=devices))
-        for name, family in FAMILIES.items()
-    ]
+    for name, family in FAMILIES.items():
+        makers.append((name, partial(family, stages, microbatches, num_devices=devices)))
     makers += [(file, lambda schedule=schedule: schedule) for file, schedule in loaded]
     if search is not None:
-        limits: dict[str, Any] = {
-            "memory_limit": device_memory,
-            "evaluations": search,
-            "seconds": float("inf"),
-        }
-        shows = _shows(progress)
-        makers.append(
-            ("search", lambda: fp.search(cost, **counts, remat=remat, progress=shows, **limits))
+        searched = partial(
+            fp.search,
+            cost,
+            **counts,
+            remat=remat,
+            progress=_shows(progress),
+            memory_limit=device_memory,
+            evaluations=search,
+            seconds=float("inf"),
         )
+        makers.append(("search", searched))
 
     def row(name: str, make: Callable[[], fp.Schedule | fp.typing.Found]) -> _Row:
         try:
@@ -430,13 +395,9 @@ def _timed(
     schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost
 ) -> fp.Timeline:
     """Simulate a schedule. Raises ScheduleError if its counts differ from the given counts."""
-    if (schedule.num_stages, schedule.num_microbatches) != (
-        counts["num_stages"],
-        counts["num_microbatches"],
-    ):
-        raise fp.ScheduleError(
-            f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-        )
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if (stages, microbatches) != (counts["num_stages"], counts["num_microbatches"]):
+        raise fp.ScheduleError(f"has {stages} stages, {microbatches} microbatches")
     if schedule.num_devices != counts["num_devices"]:
         raise fp.ScheduleError(f"has {schedule.num_devices} devices")
     return fp.simulate(fp.schedules.remat(schedule) if remat else schedule, cost)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from io import BytesIO
 from itertools import chain
+from math import isnan
 from time import perf_counter
 from typing import Any
 
@@ -27,9 +28,14 @@ ROWS = 1497
 """The number of training images."""
 
 
-def option(default: Any, help: str = "default: %(default)s", **keywords: Any) -> Any:
+def option(default: Any, help: str, **keywords: Any) -> Any:
     """Return a field of `DemoOptions` with the keywords of its `argparse` argument."""
     return field(default=default, metadata={"default": default, "help": help, **keywords})
+
+
+def number(default: int, help: str, **keywords: Any) -> Any:
+    """Return a field of `DemoOptions` for a whole number."""
+    return option(default, f"{help}; default: %(default)s", type=int, **keywords)
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,9 @@ class DemoOptions:
         choices=list(FAMILIES),
         metavar="FAMILY",
     )
-    stages: int = option(
-        4, "the number of stages; default: %(default)s", type=int, choices=[1, 2, 4]
-    )
-    devices: int = option(2, "the number of lanes; default: %(default)s", type=int)
-    microbatches: int = option(8, "microbatches per batch; default: %(default)s", type=int)
+    stages: int = number(4, "the number of stages", choices=[1, 2, 4])
+    devices: int = number(2, "the number of lanes")
+    microbatches: int = number(8, "microbatches per batch")
     remat: Sequence[int] | None = option(
         None,
         "the stages whose residuals are recomputed; none: --remat; default: 0 1",
@@ -54,13 +58,11 @@ class DemoOptions:
         nargs="*",
         metavar="STAGE",
     )
-    processes: int = option(1, "processes that share the lanes; default: %(default)s", type=int)
+    processes: int = number(1, "processes that share the lanes")
     device: str = option("cpu", "torch device of all lanes; default: %(default)s")
-    seed: int = option(
-        0, "the seed of parameters, order and dropout; default: %(default)s", type=int
-    )
-    epochs: int = option(8, "passes over the images; default: %(default)s", type=int)
-    batch: int = option(128, "rows per batch; default: %(default)s", type=int)
+    seed: int = number(0, "the seed of parameters, order and dropout")
+    epochs: int = number(8, "passes over the images")
+    batch: int = number(128, "rows per batch")
     trace: str | None = option(None, "write the last step's timeline for Perfetto", metavar="FILE")
     report: str | None = option(
         None, "write a report of the last step as an HTML page", metavar="FILE"
@@ -285,31 +287,23 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
         if ranks is None and options.device == "cpu" and options.devices > 1
         else nullcontext(ranks)
     )
-    last: tuple[Any, ...] = ()
+    last: Any = None
+    result: Any = None
     start = perf_counter()
     with loader, lanes as executor:
         for step, batch in enumerate(loader):
             seed, is_last = fp.fold_in(options.seed, step), step == steps - 1
             if is_last:  # copies, because the step changes the params in place
-                last = (
-                    map_tensors(
-                        lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad),
-                        params,
-                    ),
-                    state,
-                )
+                last = map_tensors(_copy, params), state, batch, seed
             result = fp.run(
                 plan, params, batch, state=state, seed=seed, record=is_last, executor=executor
             )
-            if is_last:
-                last = (last, batch, seed, result)
             fp.step(optimizer, params, result, max_norm=1.0)
             rate.step()
             state = result.state
             if (ranks is None or ranks.rank == 0) and (is_last or step % max(1, steps // 10) == 0):
                 print(f"step {step + 1} of {steps}, loss {float(result.loss):.4f}")
         seconds = perf_counter() - start
-        (old_params, old_state), batch, seed, result = last
         timeline = result.timeline if ranks is None else ranks.timeline(result)
         accuracy = evaluate(plan, params, state, test, ranks)
     report = (
@@ -317,10 +311,13 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
         if options.report and ranks is None
         else None
     )
-    before = (old_params, old_state, batch, seed)
     return Learned(
-        before, result.loss, result.grads, timeline, accuracy, len(test[1]), seconds, report
+        last, result.loss, result.grads, timeline, accuracy, len(test[1]), seconds, report
     )
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def learn_in_processes(options: DemoOptions) -> Learned:
@@ -353,22 +350,15 @@ def learn_in_processes(options: DemoOptions) -> Learned:
 
     def whole(trees: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
         """Return, for each stage, the tree of the process that has it."""
-        return tuple(
-            [
-                next((tree for tree in row if tree is not None), ())
-                for row in zip(*trees, strict=True)
-            ]
-        )
+        rows = zip(*trees, strict=True)
+        return tuple([next((tree for tree in row if tree is not None), ()) for row in rows])
 
-    last = learned[-1]
-    params, state = (
-        whole(each.before[0] for each in learned),
-        whole(each.before[1] for each in learned),
-    )
-    accuracy = next(each.accuracy for each in learned if each.accuracy == each.accuracy)
-    before = (params, state, *last.before[2:])
+    params, state, *_ = zip(*(each.before for each in learned), strict=True)
     return replace(
-        last, before=before, grads=whole(each.grads for each in learned), accuracy=accuracy
+        learned[-1],
+        before=(whole(params), whole(state), *learned[-1].before[2:]),
+        grads=whole(each.grads for each in learned),
+        accuracy=next(each.accuracy for each in learned if not isnan(each.accuracy)),
     )
 
 

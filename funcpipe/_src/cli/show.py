@@ -30,29 +30,20 @@ _EXAMPLE = "  funcpipe "
 """The begin of a command in a help. Such a line is not wrapped, so that it can be copied."""
 
 
-def size() -> int:
-    """Return the number of columns of the terminal."""
-    return shutil.get_terminal_size().columns
-
-
-def colored() -> bool:
-    """Return whether stdout is a terminal whose user wants colours."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
 def picture(timeline: fp.Timeline, width: int | None) -> None:
     """Print the picture of a timeline. On a narrower terminal, lines are cut, with a note."""
-    lines = fp.draw(timeline).text(width, color=colored()).split("\n")
-    widest, room = max(map(_columns_of, lines)), size()
-    if not sys.stdout.isatty() or widest <= room:
-        print("\n".join(lines))
+    terminal = sys.stdout.isatty()
+    text = fp.draw(timeline).text(width, color=terminal and not os.environ.get("NO_COLOR"))
+    lines, room = text.split("\n"), shutil.get_terminal_size().columns
+    widest = max(map(_columns_of, lines))
+    if not terminal or widest <= room:
+        print(text)
         return
-    print("\n".join(cut(line, room) for line in lines))
     note = (
         f"cut: the picture has {widest} columns, the terminal {room}; `| less -S` scrolls, "
         "--output writes a file"
     )
-    print("\n".join(textwrap.wrap(note, room)))
+    print("\n".join([*(cut(line, room) for line in lines), *textwrap.wrap(note, room)]))
 
 
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
@@ -70,20 +61,16 @@ def cut(line: str, room: int) -> str:
     """
     if _columns_of(line) <= room:
         return line
-    kept: list[str] = []
-    left, full = room - 1, False
+    kept, left = "", room - 1
     for part in _COLOR.split(line):
+        # The colour codes after the cut remain too, because the last one ends the colour.
         if part.startswith("\x1b"):
-            kept.append(part)
-            continue
-        for letter in part:
-            left -= summary.size(letter)
-            if left < 0:
-                kept += [] if full else ["…"]
-                full = True
-                break
-            kept.append(letter)
-    return "".join(kept)
+            kept += part
+        elif left >= 0:
+            start = summary.start_of(part, left)
+            kept += start if start == part else f"{start}…"
+            left = left - summary.size(part)
+    return kept
 
 
 def wrapped(text: str, width: int | None = None) -> str:
@@ -101,7 +88,11 @@ def wrapped(text: str, width: int | None = None) -> str:
             it
             means
     """
-    width = max(20, min(size() - 2, _WIDEST_HELP)) if width is None else width
+    width = (
+        max(20, min(shutil.get_terminal_size().columns - 2, _WIDEST_HELP))
+        if width is None
+        else width
+    )
     paragraphs: list[tuple[str, int]] = []
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
@@ -110,16 +101,18 @@ def wrapped(text: str, width: int | None = None) -> str:
             continue
         gap = re.search(r"\S {2,}(?=\S)", line)
         paragraphs.append((line, gap.end() if gap else indent + 2 if indent else 0))
-    return "\n".join(_wrap(line, width, hang) for line, hang in paragraphs)
-
-
-def _wrap(line: str, width: int, hang: int) -> str:
-    if line.startswith(_EXAMPLE):
-        return line
-    fill = textwrap.TextWrapper(
-        width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+    return "\n".join(
+        line
+        if line.startswith(_EXAMPLE)
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * hang,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line, hang in paragraphs
     )
-    return "\n".join(fill.wrap(line))
 
 
 def found(result: fp.typing.Found) -> None:

@@ -157,11 +157,14 @@ def size(text: str) -> int:
 
 def clip(text: str, width: int) -> str:
     """Return a text, cut if it needs more columns than ``width``."""
-    if size(text) <= width:
-        return text
-    while text and size(text) > width - 1:
+    return text if size(text) <= width else start_of(text, width - 1) + "…"
+
+
+def start_of(text: str, width: int) -> str:
+    """Return the longest start of a text that needs at most ``width`` columns."""
+    while text and size(text) > width:
         text = text[:-1]
-    return text + "…"
+    return text
 
 
 def fill(
