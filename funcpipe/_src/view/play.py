@@ -26,7 +26,6 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.program import (
     CALLER,
     Free,
-    Instruction,
     LaneProgram,
     Receive,
     Role,
@@ -130,7 +129,17 @@ class Play:
         """Run all instructions, in linear time. Raises FuncpipeError if an instruction waits for a
         later instruction. `make_plan` does not make such programs."""
         for number, instruction, values in self.program.walk():
-            self.step(self.lanes[number], instruction, values)
+            lane = self.lanes[number]
+            if type(instruction) is Run:
+                self._run(lane, instruction, values)
+            elif type(instruction) is Receive:
+                if instruction.source != CALLER and instruction.slot not in lane.ready:
+                    value = self.program.value(instruction.value)
+                    raise _endless(lane, f"{value}, which is not sent before")
+            elif type(instruction) is Send:
+                self._send(lane, instruction, values[instruction.slot])
+            elif type(instruction) is Free:
+                self._free(lane, instruction, values)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -148,20 +157,6 @@ class Play:
             path.append(action)
             action = self.causes[action]
         return tuple(reversed(path))
-
-    def step(self, lane: LaneTimes, instruction: Instruction, values: Mapping[int, int]) -> None:
-        """Run one instruction of a lane; ``values`` are the value numbers in its slots."""
-        if type(instruction) is Run:
-            self._run(lane, instruction, values)
-        elif type(instruction) is Receive:
-            if instruction.source != CALLER and instruction.slot not in lane.ready:
-                raise _endless(
-                    lane, f"{self.program.value(instruction.value)}, which is not sent before"
-                )
-        elif type(instruction) is Send:
-            self._send(lane, instruction, values[instruction.slot])
-        elif type(instruction) is Free:
-            self._free(lane, instruction, values)
 
     def _run(self, lane: LaneTimes, run: Run, values: Mapping[int, int]) -> None:
         """Run an action. The first action of a pair begins both."""
@@ -199,12 +194,10 @@ class Play:
                 )
                 duration = self.cost.both(one, other)
             done = lane.now = Moment(since.time + duration, actions[-1])
-        for place, (run, action, (_, share)) in enumerate(zip(runs, actions, shares, strict=True)):
+        for run, action, (_, share) in zip(runs, actions, shares, strict=True):
             self.causes[action] = since.cause
-            ends = len(runs) - 1 - place
-            self._hold(
-                lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends
-            )
+            span = Span(lane.program.lane, since.time, done.time, action)
+            self._hold(lane, span, run, share, is_first=action != actions[-1])
 
     def _share(self, action: Action) -> tuple[float, float]:
         """Return the share of an action in the time and the memory of a microbatch."""
@@ -212,21 +205,21 @@ class Play:
             return _ALL
         return self.shares[action.microbatch * self.program.num_slices + (action.slice or 0)]
 
-    def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
+    def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, *, is_first: bool) -> None:
         """Record the span of an action, and the residuals that it takes and frees.
 
-        ``later`` is the number of actions after which it frees: 1 for the first of a pair.
+        The first action of a pair frees after the second.
         """
         at, (kind, stage, _, _) = len(lane.spans), span.action
         lane.spans.append(span)
+        if not self.backward:
+            lane.changes.append((span.start, 2.0 * at, 0.0))
+            return
         takes, frees = self.residuals[kind]
-        taken = (
-            takes[stage] * share if self.backward and lane.program.calls[run.call].keeps else 0.0
-        )
-        if taken or not self.backward:
-            lane.changes.append((span.start, 2.0 * at, taken))
-        if self.backward and frees[stage]:
-            lane.changes.append((span.end, 2.0 * (at + later) + 1, -frees[stage] * share))
+        if takes[stage] and lane.program.calls[run.call].keeps:
+            lane.changes.append((span.start, 2.0 * at, takes[stage] * share))
+        if frees[stage]:
+            lane.changes.append((span.end, 2.0 * (at + is_first) + 1, -frees[stage] * share))
 
     def _send(self, lane: LaneTimes, send: Send, value: int) -> None:
         end = send.to, send.into
@@ -263,14 +256,10 @@ class Play:
                 at = next(
                     at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads
                 )
-                kept = any(
-                    program.slots[written].role is Role.RESIDUAL
-                    for written in program.runs[at].writes
-                )
-                time, place = (
-                    (lane.spans[at].start, 2.0 * at) if kept else (lane.spans[at].end, 2.0 * at + 1)
-                )
-                lane.changes.append((time, place, -size))
+                run, span = program.runs[at], lane.spans[at]
+                kept = any(program.slots[slot].role is Role.RESIDUAL for slot in run.writes)
+                time, rank = (span.start, 2.0 * at) if kept else (span.end, 2.0 * at + 1)
+                lane.changes.append((time, rank, -size))
 
     def _crossing(self, value: int, lane: int) -> tuple[float, float]:
         """Return the size of a value that a lane receives from another stage, and its latency."""
@@ -285,10 +274,6 @@ def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
     )
 
 
-_HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
-"""The roles of values between stages."""
-
-
 def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
     """Return, by (wire, lane), the size and the latency of values from other stages; 0 for
     others."""
@@ -297,21 +282,13 @@ def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[fl
     for call in program.calls:
         for wire, _ in call.reads:
             role, stage, name, peer = program.wires[wire]
-            if role not in _HANDED:
+            makers = {Role.ACT: stage, Role.GRAD: stage + 1, Role.SKIP: stage, Role.SKIP_GRAD: peer}
+            if role not in makers:
                 continue
-            source = (
-                stage
-                if role in (Role.ACT, Role.SKIP)
-                else peer
-                if role is Role.SKIP_GRAD
-                else stage + 1
-            )
+            source = makers[role]
             stash, pop = sorted((source, call.stage))
-            size = (
-                outputs[stage]
-                if role in (Role.ACT, Role.GRAD)
-                else skips.get((stash, pop, name), 0.0)
-            )
+            is_skip = role in (Role.SKIP, Role.SKIP_GRAD)
+            size = skips.get((stash, pop, name), 0.0) if is_skip else outputs[stage]
             most, slowest = out[wire, call.lane]
             out[wire, call.lane] = max(most, size), max(slowest, cost.latency(source, call.stage))
     return out
@@ -334,11 +311,8 @@ def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], floa
         sizes[stash, pop].append(size)
     out: dict[tuple[int, int, str], float] = {}
     for pair, between in names.items():
-        of_cost = sizes[pair]
-        each = (
-            of_cost
-            if len(of_cost) == len(between)
-            else [sum(of_cost) / len(between)] * len(between)
-        )
+        each = sizes[pair]
+        if len(each) != len(between):
+            each = [sum(each) / len(between)] * len(between)
         out |= {(*pair, name): size for name, size in zip(between, each, strict=True)}
     return out

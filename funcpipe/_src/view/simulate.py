@@ -66,13 +66,12 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         )
     examine(schedule)  # first, because a mistyped huge index would allocate memory below
     cost.check_stages(schedule.num_stages)
-    if isinstance(plan_or_schedule, Plan):
-        cost = sliced(plan_or_schedule, cost)
+    plan = plan_or_schedule if isinstance(plan_or_schedule, Plan) else None
+    if plan is not None:
+        cost = sliced(plan, cost)
     cost = placed_cost(cost, schedule.device_of, schedule.num_devices)
-    program = (
-        plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
-    )
-    play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
+    program = _blank(schedule, cost) if plan is None else plan.program
+    play = Play(program, cost, bounded=plan is not None)
     play.run()
     memory = tuple(running_sum(lane.changes) for lane in play.lanes)
     return Timeline(
@@ -83,9 +82,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         name=schedule.name,
         memory=memory,
         path=play.critical_path,
-        stages=tuple(part.name for part in plan_or_schedule.stages)
-        if isinstance(plan_or_schedule, Plan)
-        else (),
+        stages=() if plan is None else tuple(stage.name for stage in plan.stages),
         arrows=arrows_of(program),
     )
 
