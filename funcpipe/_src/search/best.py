@@ -160,11 +160,12 @@ class Best:
         """The problems that rules are searched for: without remat too, and without limits where
         offload is allowed."""
         tight = self.tight(problem)
-        without_remat = [replace(tight, remat=False)] if problem.remat else []
-        without_limits = (
-            [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
-        )
-        return [*without_remat, tight, *without_limits]
+        variants = [tight]
+        if problem.remat:
+            variants.insert(0, replace(tight, remat=False))
+        if problem.offload:
+            variants.append(replace(tight, limits=(inf,) * problem.num_devices))
+        return variants
 
     def polish(self, rng: Random, share: float) -> None:
         """Move single actions of the best schedule, for a share of the remaining budget; the bounds
@@ -175,23 +176,20 @@ class Best:
         self.budget.told.phase("moves")
         part = self.budget.part(share, of_seconds=0.9 * share)
         lanes: list[OrderedLane] = []
-        for order, actions in zip(
-            schedule.orders, coded(schedule.orders, problem.num_slices), strict=True
-        ):
-            joined = schedule.joined(order)
-            lanes.append(
-                OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in joined))
-            )
+        coded_orders = coded(schedule.orders, problem.num_slices)
+        for order, actions in zip(schedule.orders, coded_orders, strict=True):
+            pairs = {(actions[at], actions[at + 1]) for at in schedule.joined(order)}
+            lanes.append(OrderedLane(actions, frozenset(pairs)))
         bench = Bench(replace(self.tight(problem), offload=problem.offload))
         for better in polish(bench, lanes, rng, part, good=self.bound):
             actions = (lane.actions for lane in better)
             moved = as_schedule(actions, schedule.name, problem.num_slices)
-            pairs = {
-                (o[at], o[at + 1])
-                for o, lane in zip(moved.orders, better, strict=True)
+            joined = [
+                (order[at], order[at + 1])
+                for order, lane in zip(moved.orders, better, strict=True)
                 for at in lane.joined
-            }
-            self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
+            ]
+            self._offer(problem, replace(moved, pairs=frozenset(joined)), "moves")
 
     def sharpen(self, *, steps: int) -> None:
         """Raise the bounds of placements that could have a shorter schedule.
@@ -246,13 +244,8 @@ class Best:
         """Return the result of the search. Raises ScheduleError if no schedule was found."""
         if self.schedule is None or self.problem is None:
             raise _too_little(self.problems, self.least, cut=self.budget.late)
-        ended = (
-            "bound"
-            if self.done
-            else "seconds"
-            if self.budget.cut or self.budget.late or self.cut
-            else "evaluations"
-        )
+        late = self.budget.cut or self.budget.late or self.cut
+        ended = "bound" if self.done else "seconds" if late else "evaluations"
         return Found(
             self.schedule,
             simulate(self.schedule, self.problem.cost),
@@ -270,22 +263,17 @@ def too_many(problem: Problem) -> bool:
 
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:
-    limit = min(problems[0].limits)
-    ways = [
-        word
-        for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload))
-        if not on
-    ]
-    remedy = f", allow {' or '.join(ways)}" if ways else ""
-    shortage = (
-        f"the least that was found needs {least:.6g} more"
-        if isfinite(least)
-        else "the rules deadlocked"
-    )
+    problem = problems[0]
+    allowed = {"remat=True": problem.remat, "offload=True": problem.offload}
+    ways = " or ".join(word for word, on in allowed.items() if not on)
+    remedy = f", allow {ways}" if ways else ""
+    shortage = "the rules deadlocked"
+    if isfinite(least):
+        shortage = f"the least that was found needs {least:.6g} more"
     if cut:
         shortage = f"the time was over before all phases had run (so far {shortage})"
         remedy = f", more seconds{remedy}"
     return ScheduleError(
-        f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more "
-        f"devices, smaller microbatches{remedy}, or a higher limit"
+        f"no schedule within a memory limit of {min(problem.limits):g} was found: {shortage}; "
+        f"take more devices, smaller microbatches{remedy}, or a higher limit"
     )

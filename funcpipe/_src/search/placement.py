@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from funcpipe._src.core.errors import ScheduleError
 from funcpipe._src.schedules.counts import blocks
 
-SHAPES = ("line", "loop", "v")
-
 
 def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tuple[int, ...]:
     """Return the device of each stage for `search`'s ``placement=``. Raises ScheduleError."""
@@ -25,33 +23,35 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
                 f"from 0 to {num_devices - 1}; got {device_of!r}"
             )
         return device_of
-    if shape == "v" and num_stages == 2 * num_devices:
-        return (*range(num_devices), *reversed(range(num_devices)))
-    if shape == "loop" and num_stages % num_devices == 0:
-        return tuple(stage % num_devices for stage in range(num_stages))
-    if shape == "line" and num_stages >= num_devices:
-        return tuple(
-            device for device, block in enumerate(blocks(num_stages, num_devices)) for _ in block
-        )
-    needs = {
-        "v": "twice as many stages as devices",
-        "loop": "a multiple of the devices",
-        "line": "a stage for each device",
-    }
+    needs = _needs(num_stages, num_devices)
     if shape not in needs:
         raise ScheduleError(
-            f"placement is {', '.join(map(repr, SHAPES))}, or the device of each stage; got "
-            f"{shape!r}"
+            f"placement is 'line', 'loop', 'v', or the device of each stage; got {shape!r}"
         )
-    raise ScheduleError(
-        f"placement {shape!r} takes {needs[shape]}; got {num_stages} stages on {num_devices} "
-        "devices"
-    )
+    fits, need = needs[shape]
+    if not fits:
+        raise ScheduleError(
+            f"placement {shape!r} takes {need}; got {num_stages} stages on {num_devices} devices"
+        )
+    if shape == "v":
+        return (*range(num_devices), *reversed(range(num_devices)))
+    if shape == "loop":
+        return tuple(stage % num_devices for stage in range(num_stages))
+    lines = enumerate(blocks(num_stages, num_devices))
+    return tuple(device for device, block in lines for _ in block)
 
 
 def shapes_for(num_stages: int, num_devices: int) -> list[str]:
     """Return the shapes that the counts allow, without shapes that give equal placements."""
     if num_stages == num_devices:
         return ["line"]
-    shapes = ["v"] if num_stages == 2 * num_devices else []
-    return [*shapes, *(["loop"] if num_stages % num_devices == 0 else []), "line"]
+    return [shape for shape, (fits, _) in _needs(num_stages, num_devices).items() if fits]
+
+
+def _needs(num_stages: int, num_devices: int) -> dict[str, tuple[bool, str]]:
+    """Return, for each shape, whether the counts allow it, and the counts that it takes."""
+    return {
+        "v": (num_stages == 2 * num_devices, "twice as many stages as devices"),
+        "loop": (num_stages % num_devices == 0, "a multiple of the devices"),
+        "line": (num_stages >= num_devices, "a stage for each device"),
+    }

@@ -157,15 +157,13 @@ class Bench:
 
         None if that is not enough.
         """
-        for left in reversed(range(_RELIEFS + 1)):
+        for _ in range(_RELIEFS):
             position = self.overflow(device, lane)
-            if position < 0:
-                return lane
-            relieved = self._without_longest(lane, position, rng) if left else None
-            if relieved is None:
-                return None
+            relieved = lane if position < 0 else self._without_longest(lane, position, rng)
+            if relieved is None or relieved is lane:
+                return relieved
             lane = relieved
-        return None
+        return lane if self.fits(device, lane) else None
 
     def _without_longest(
         self, whole: OrderedLane, position: int, rng: Random
@@ -201,17 +199,14 @@ class OrderedLane(NamedTuple):
     @property
     def joined(self) -> list[int]:
         """The positions of the pairs."""
-        return (
-            [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs]
-            if self.pairs
-            else []
-        )
+        if not self.pairs:
+            return []
+        return [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs]
 
     def of(self, actions: list[CodedAction]) -> OrderedLane:
         """Return a lane with other actions. Pairs whose actions are still neighbours remain."""
-        return OrderedLane(
-            actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs
-        )
+        pairs = self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs
+        return OrderedLane(actions, pairs)
 
     def moved(self, position: int, target: int) -> OrderedLane:
         """Return a lane with an action moved to another position."""
@@ -223,14 +218,13 @@ class OrderedLane(NamedTuple):
         """Pair or unpair an action and its successor; None if they cannot overlap."""
         if position + 1 == len(self.actions):
             return None
-        two = self.actions[position], self.actions[position + 1]
-        if {two[0][0], two[1][0]} not in _OVERLAPPING or two[0][1:] == two[1][1:]:
+        two = one, other = self.actions[position], self.actions[position + 1]
+        if {one[0], other[0]} not in _OVERLAPPING or one[1:] == other[1:]:
             return None
         if two in self.pairs:
-            return OrderedLane(self.actions, self.pairs - {two})
-        return OrderedLane(
-            self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two}
-        )
+            return self._replace(pairs=self.pairs - {two})
+        apart = frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two))
+        return self._replace(pairs=apart | {two})
 
     def halved(self, position: int, rng: Random) -> OrderedLane | None:
         """Split a B, or join an I and its W; None if that would reorder actions of one class."""
@@ -242,20 +236,14 @@ class OrderedLane(NamedTuple):
             return self.of(actions).moved(position + 1, rng.randint(position + 1, latest))
         if code not in (I, W):
             return None
-        first, last = (actions.index((half, stage, microbatch)) for half in (I, W))
-        places = [first] * (bounds_of(actions, last)[0] == first + 1) + [last] * (
-            bounds_of(actions, first)[1] == last - 1
-        )
+        halves = (I, stage, microbatch), (W, stage, microbatch)
+        first, last = map(actions.index, halves)
+        places = [first] * (bounds_of(actions, last)[0] == first + 1)
+        places += [last] * (bounds_of(actions, first)[1] == last - 1)
         if not places:
             return None
         actions[rng.choice(places)] = (B, stage, microbatch)
-        return self.of(
-            [
-                action
-                for action in actions
-                if action not in ((I, stage, microbatch), (W, stage, microbatch))
-            ]
-        )
+        return self.of([action for action in actions if action not in halves])
 
     def closed(self, *places: int) -> OrderedLane:
         """Add pairs at these positions, for unpaired neighbours that can overlap."""

@@ -137,21 +137,16 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) 
             break
         budget.told.phase("rules")
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
+        # Rules know no pairs, so with pairs the moves get more of the budget.
+        rules = 0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            rules = (
-                0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5
-            )  # rules know no pairs
             part = budget.part(rules * beside / left)
-            like = (
-                best.schedule
-                if best.problem is problem and variant.device_of == problem.device_of
-                else None
-            )
+            is_own = best.problem is problem and variant.device_of == problem.device_of
+            like = best.schedule if is_own else None
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
-                best.offer(
-                    problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules"
-                )
+                schedule = as_schedule(listed.lanes, "search", problem.num_slices)
+                best.offer(problem, lift(schedule), "rules")
                 if best.done:
                     break
     best.polish(Random(seed), share=beside)

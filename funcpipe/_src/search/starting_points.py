@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import signature
+from itertools import product
 from math import isfinite
 
 from funcpipe._src.core.errors import ScheduleError
@@ -76,41 +77,32 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 def _one_at_a_time(problem: Problem) -> Schedule:
     """Return the schedule that runs one microbatch at a time: slow, with the least memory."""
     orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
-    slices = problem.num_slices
+    slices, devices = problem.num_slices, [*enumerate(problem.device_of)]
     for first in range(0, problem.num_microbatches, slices):
         pieces = range(first, first + slices)
-        for piece in pieces:
-            for stage, device in enumerate(problem.device_of):
-                orders[device].append(action_of(Kind.F, stage, piece, slices))
-        for piece in reversed(pieces):
-            for stage, device in reversed(list(enumerate(problem.device_of))):
-                orders[device] += [
-                    action_of(kind, stage, piece, slices) for kind in (Kind.I, Kind.W)
-                ]
+        for piece, (stage, device) in product(pieces, devices):
+            orders[device].append(action_of(Kind.F, stage, piece, slices))
+        for piece, (stage, device) in product(reversed(pieces), reversed(devices)):
+            for kind in (Kind.I, Kind.W):
+                orders[device].append(action_of(kind, stage, piece, slices))
     return Schedule(tuple(map(tuple, orders)), "one-at-a-time")
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
     """Join I and a directly following W to B, where B takes less time or memory; None if
     nowhere."""
-    cheaper = {stage for stage, saves in enumerate(problem.cheaper) if saves}
-    if not cheaper:
+    if not any(problem.cheaper):
         return None
-    changed = False
-    orders: list[tuple[Action, ...]] = []
-    for order in schedule.orders:
+
+    def joined(order: Sequence[Action]) -> tuple[Action, ...]:
         row: list[Action] = []
         for action in order:
-            kind, stage = action.kind, action.stage
-            if (
-                kind is Kind.W
-                and stage in cheaper
-                and row
-                and row[-1] == action._replace(kind=Kind.I)
-            ):
+            is_weight = action.kind is Kind.W and problem.cheaper[action.stage]
+            if is_weight and row and row[-1] == action._replace(kind=Kind.I):
                 row[-1] = action._replace(kind=Kind.B)
-                changed = True
             else:
                 row.append(action)
-        orders.append(tuple(row))
-    return Schedule(tuple(orders), schedule.name) if changed else None
+        return tuple(row)
+
+    orders = tuple(map(joined, schedule.orders))
+    return None if orders == schedule.orders else Schedule(orders, schedule.name)
