@@ -17,8 +17,7 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result, Timeline, lanes_elsewhere, with_all_lanes
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.view import summary
-from funcpipe._src.view.align import aligned
-from funcpipe._src.view.figure import panels_of
+from funcpipe._src.view.figure import aligned, panels_of
 from funcpipe._src.view.palette import By
 from funcpipe._src.view.simulate import simulate
 from funcpipe._src.view.svg import svg, too_many

@@ -1,19 +1,21 @@
-"""The content of a figure: panels below each other with a common axis. `svg.py` draws it."""
+"""Bring several timelines to one time unit, with captions: the panels of a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from funcpipe._src.core.shown import count_text
-from funcpipe._src.data.result import Timeline
+from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.view import summary
-from funcpipe._src.view.align import aligned
 from funcpipe._src.view.memory_levels import Levels, highest, levels
 from funcpipe._src.view.palette import By
 
 MARGIN = 16.0
 """Pixels around a figure."""
+_FREE = "units"
+"""The unit of simulated timelines. Its meaning is free, so such timelines may be scaled."""
 
 
 class LaneSizes(NamedTuple):
@@ -83,6 +85,82 @@ class Frame(NamedTuple):
         return self.chart / (self.axis.makespan or 1.0)
 
 
+class Aligned(NamedTuple):
+    """A panel for each timeline, the longest timeline, and whether some were scaled to its unit."""
+
+    panels: list[Panel]
+    axis: Timeline
+    is_scaled: bool
+
+
+def aligned(timelines: Sequence[Timeline]) -> Aligned:
+    """Return the timelines in one unit.
+
+    If some timelines are in seconds, simulated timelines in units are scaled. Their devices then
+    work as long in total as the devices of the first timeline in seconds.
+
+    Raises:
+        ValueError: the units are incompatible, or a timeline has no work to scale by.
+    """
+    units = sorted({timeline.unit for timeline in timelines if timeline.unit != _FREE})
+    if len(units) > 1:
+        raise ValueError(
+            f"one time axis has one unit; got {', '.join(map(repr, units))}: draw them one by one"
+        )
+    drawn, notes = [*timelines], [""] * len(timelines)
+    if units:
+        unit = units[0]
+        fixed = next(timeline for timeline in timelines if timeline.unit == unit)
+        for at, timeline in enumerate(timelines):
+            if timeline.unit == _FREE:
+                factor = _factor(timeline, fixed)
+                drawn[at] = _scaled(timeline, factor, unit)
+                # A factor of 1 up to rounding (simulated with mean measured times) needs no note.
+                if abs(factor - 1) > 1e-9:
+                    length = summary.time_text_to(factor, unit)(factor)
+                    notes[at] = f"scaled to the same work, 1 unit is {length}"
+    axis = max(drawn, key=lambda timeline: timeline.makespan)
+    panels: list[Panel] = []
+    for source, timeline, note in zip(timelines, drawn, notes, strict=True):
+        words = (*summary.numbers(timeline, axis), *([note] if note else []))
+        origin = summary.origin(source, axis)
+        panels.append(Panel(timeline, summary.title(source), origin, words))
+    return Aligned(panels, axis, any(notes))
+
+
+def _factor(timeline: Timeline, fixed: Timeline) -> float:
+    """Return the factor that makes a timeline's work equal to another's."""
+    if not timeline.spans:
+        return 1.0
+    for worker in (timeline, fixed):
+        if sum(worker.busy) <= 0:
+            raise ValueError(
+                f"times in units are scaled to {fixed.unit!r} by the work of both timelines, but "
+                f"{summary.title(worker)!r} has no work; simulate with times in that unit, and set "
+                "the unit of the timeline"
+            )
+    return sum(fixed.busy) / sum(timeline.busy)
+
+
+def _scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
+    """Return the timeline with all times multiplied by a factor, in another unit."""
+    comm = timeline.comm
+    return replace(
+        timeline,
+        spans=tuple(
+            Span(device, start * factor, end * factor, action)
+            for device, start, end, action in timeline.spans
+        ),
+        unit=unit,
+        comm=tuple(latency * factor for latency in comm)
+        if isinstance(comm, Sequence)
+        else comm * factor,
+        memory=tuple(
+            tuple((time * factor, amount) for time, amount in steps) for steps in timeline.memory
+        ),
+    )
+
+
 def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
     """Return a panel for each timeline, and with ``memory`` one for its memory.
 
@@ -90,20 +168,17 @@ def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
         ValueError: the timelines have no common axis.
     """
     drawn = aligned(timelines)
-    held = [levels(timeline) if memory else () for timeline in drawn.timelines]
+    held = [levels(panel.timeline) if memory else () for panel in drawn.panels]
     peaks = [highest(devices) or 1.0 for devices in held]
     # Without a scaled timeline, all memory is assumed to be in one unit, and gets one scale.
-    if not any(drawn.notes):
+    if not drawn.is_scaled:
         peaks = [max(peaks)] * len(peaks)
     panels: list[Panel] = []
-    rows = zip(timelines, drawn.timelines, drawn.notes, held, peaks, strict=True)
-    for source, timeline, note, devices, peak in rows:
+    for panel, devices, peak in zip(drawn.panels, held, peaks, strict=True):
+        timeline = panel.timeline
         counts = _counts(timeline)
-        words = (*counts, *summary.numbers(timeline, drawn.axis), *([note] if note else []))
-        if not timeline.spans:
-            words = (counts[0], "no actions")
-        origin = summary.origin(source, drawn.axis)
-        panels.append(Panel(timeline, summary.title(source), origin, words))
+        words = (*counts, *panel.words) if timeline.spans else (counts[0], "no actions")
+        panels.append(panel._replace(words=words))
         if memory and timeline.spans:
             scale = memory_scale(peak) if devices else "not known for this timeline"
             panels.append(Panel(timeline, "memory", "", (scale,), devices, peak))
@@ -117,11 +192,14 @@ def memory_scale(peak: float) -> str:
 
 def _counts(timeline: Timeline) -> tuple[str, ...]:
     """How many devices, stages and microbatches there are."""
-    stages = {span.action.stage for span in timeline.spans}
-    microbatches = {span.action.microbatch for span in timeline.spans}
-    slices = {span.action.slice for span in timeline.spans if span.action.slice is not None}
-    counts = {"device": timeline.num_devices, "stage": len(stages), "microbatch": len(microbatches)}
-    counts |= {"slice": len(slices)} if slices else {}
+    actions = [span.action for span in timeline.spans]
+    counts = {
+        "device": timeline.num_devices,
+        "stage": len({action.stage for action in actions}),
+        "microbatch": len({action.microbatch for action in actions}),
+    }
+    if slices := {action.slice for action in actions} - {None}:
+        counts["slice"] = len(slices)
     return tuple([count_text(count, word) for word, count in counts.items()])
 
 
@@ -130,10 +208,8 @@ def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
     is any."""
     axis = max(timelines, key=lambda timeline: timeline.makespan)
     end = axis.makespan or 1.0
-    drawn = [timeline for timeline in timelines if timeline.spans]
-    short = min(
-        (summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end
-    )
+    lengths = [summary.lengths(timeline) for timeline in timelines if timeline.spans]
+    short = min((summary.quantile(times, 0.1) for times in lengths), default=end)
     chart = min(1240.0, max(640.0, 24 * end / short))
     names = [
         summary.device_name(timeline, device)

@@ -106,6 +106,7 @@ def _headline(
     makespan = measured.makespan or 1.0
     longer = measured.makespan - simulated.makespan
     busy = max(measured.busy)
+    imbalance = percent(measured.imbalance) if measured.imbalance >= NEGLIGIBLE else ""
     facts = {
         "schedule": summary.clean(plan.schedule.name),
         "stages": str(plan.num_stages),
@@ -123,9 +124,7 @@ def _headline(
         "bubble, simulated": percent(simulated.bubble),
         "idle, measured": percent(measured.idle),
         "idle, simulated": percent(simulated.idle),
-        "imbalance, measured": percent(measured.imbalance)
-        if measured.imbalance >= NEGLIGIBLE
-        else "",
+        "imbalance, measured": imbalance,
         "busiest lane": f"{measured.busy.index(busy)} ({times(busy)}, {busy / makespan:.1%})",
     }
     if stats.num_microbatches < plan.num_microbatches:
@@ -135,17 +134,16 @@ def _headline(
 
 def _note(stats: RunStats, measured: Timeline) -> str:
     """What the difference between the two timelines is."""
-    same = (
-        "simulated: each action takes the mean measured time of its kind and stage, and hands "
-        "over in no time; "
-    )
+    reason = "the difference is hand-over, waiting, and the spread of the measured times"
     if stats.executor == "serial" and measured.num_devices > 1:
-        return (
-            same
-            + "measured: one thread ran all lanes in turn, so most of the difference is that they "
+        reason = (
+            "measured: one thread ran all lanes in turn, so most of the difference is that they "
             "do not overlap"
         )
-    return same + "the difference is hand-over, waiting, and the spread of the measured times"
+    return (
+        "simulated: each action takes the mean measured time of its kind and stage, and hands "
+        f"over in no time; {reason}"
+    )
 
 
 def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
@@ -161,21 +159,18 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
     }
     if params is not None:
         tensors = [leaves(tree) for tree in params]
-        numbers = [sum(tensor.numel() for tensor in stage) for stage in tensors]
-        columns["parameters"] = [f"{count:,}" for count in numbers]
+        counts = [sum(tensor.numel() for tensor in stage) for stage in tensors]
         sizes = [
             sum(tensor.numel() * tensor.element_size() for tensor in stage) for stage in tensors
         ]
-        columns["bytes"] = map(size_of, sizes)
+        columns |= {"parameters": [f"{count:,}" for count in counts], "bytes": map(size_of, sizes)}
     work = [0.0] * plan.num_stages
     for kind in summary.kinds_in(measured):
         times = [by_kind.get((kind, stage), ()) for stage in range(plan.num_stages)]
-        columns[f"{kind.value} mean, {mean.unit}"] = [
-            mean.fixed(fmean(some)) if some else "" for some in times
-        ]
-        columns[f"{kind.value} total, {total.unit}"] = [
-            total.fixed(sum(some)) if some else "" for some in times
-        ]
+        means = [mean.fixed(fmean(some)) if some else "" for some in times]
+        totals = [total.fixed(sum(some)) if some else "" for some in times]
+        columns[f"{kind.value} mean, {mean.unit}"] = means
+        columns[f"{kind.value} total, {total.unit}"] = totals
         work = [before + sum(some) for before, some in zip(work, times, strict=True)]
     columns["of its lane"] = [
         percent(time / (measured.busy[lane] or 1.0)) for time, lane in zip(work, homes, strict=True)
@@ -267,17 +262,17 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
         for kind, stage in mean
         if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]
     }
-    short: dict[Kind, set[int]] = {}
-    for kind, stage in mean:
-        if mean[kind, stage] < _SHORT and not (kind is Kind.W and stage in unsplit):
-            short.setdefault(kind, set()).add(stage)
+    short = [
+        (kind, stage)
+        for kind, stage in mean
+        if mean[kind, stage] < _SHORT and not (kind is Kind.W and stage in unsplit)
+    ]
     if short:
+        stages = {kind: {stage for other, stage in short if other is kind} for kind in Kind}
         which = "; ".join(
-            f"{kind.value} of {_stage_numbers(short[kind])}" for kind in Kind if kind in short
+            f"{kind.value} of {_stage_numbers(some)}" for kind, some in stages.items() if some
         )
-        count = sum(
-            len(measured.by_kind[kind, stage]) for kind, stages in short.items() for stage in stages
-        )
+        count = sum(len(measured.by_kind[key]) for key in short)
         yield (
             f"{count} of {len(measured.spans)} actions take less than 100 us on average "
             f"({which}). Handing over costs about as much: take fewer microbatches with more "

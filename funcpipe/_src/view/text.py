@@ -14,7 +14,7 @@ from funcpipe._src.data.kinds import KINDS, MOVES, Kind
 from funcpipe._src.data.overlapping import pairs_in
 from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.view import summary
-from funcpipe._src.view.align import aligned
+from funcpipe._src.view.figure import aligned
 from funcpipe._src.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
 from funcpipe._src.view.palette import stage_ranks
 
@@ -91,17 +91,15 @@ def text(
         memory: also draw the memory of the devices.
     """
     drawn = aligned(timelines)
-    busy = [timeline for timeline in drawn.timelines if timeline.spans]
+    busy = [panel.timeline for panel in drawn.panels if panel.timeline.spans]
     layout = _layout(busy, drawn.axis, width, color) if busy else None
     lines: list[str] = []
-    for source, timeline, note in zip(timelines, drawn.timelines, drawn.notes, strict=True):
+    for timeline, title, origin, facts, *_ in drawn.panels:
         lines += [""] if lines else []
-        origin = summary.origin(source, drawn.axis)
-        name = summary.clip(summary.title(source), width - len(origin) - 1) + origin
+        name = summary.clip(title, width - len(origin) - 1) + origin
         if layout is None or not timeline.spans:
             lines += _caption(name, [f"no actions on {timeline.num_devices} devices"], width)
             continue
-        facts = [*summary.numbers(timeline, drawn.axis), *([note] if note else [])]
         lines += _caption(name, facts, width)
         lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
