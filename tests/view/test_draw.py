@@ -435,7 +435,6 @@ def test_drawing_needs_the_standard_library_only() -> None:
         "text",
         "svg",
         "summary",
-        "align",
         "memory_levels",
         "palette",
         "figure",
