@@ -124,22 +124,19 @@ def found(result: fp.typing.Found) -> None:
     )
     hint = "; another run may find another" * (result.ended == "seconds")
     shows_span = result.objective == "span" or f"{result.span:.6g}" != f"{result.makespan:.6g}"
-    looped = schedule.num_stages > schedule.num_devices
-    facts = (
-        *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
-        ("source", result.source),
-        ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
-        *(
-            [("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")]
-            if shows_span
-            else []
+    span = f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}"
+    is_looped = schedule.num_stages > schedule.num_devices
+    facts = {
+        "placement": ",".join(map(str, schedule.device_of)) * is_looped,
+        "source": result.source,
+        "makespan": f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}",
+        "span": span * shows_span,
+        "idle": ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline)))),
+        "peak memory": f"{max(result.peak):.6g}",
+        "lower bound": (
+            f"{result.lower_bound:.6g} of the {result.objective}: {gap_words(result.gap)}"
         ),
-        ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
-        ("peak memory", f"{max(result.peak):.6g}"),
-        (
-            "lower bound",
-            f"{result.lower_bound:.6g} of the {result.objective}: {gap_words(result.gap)}",
-        ),
-        ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
-    )
-    print(Table("Found", (), facts, words=(0, 1)).text() + "\n")
+        "ended by": f"{result.ended}, {result.evaluations} schedules timed{hint}",
+    }
+    rows = tuple((name, words) for name, words in facts.items() if words)
+    print(Table("Found", (), rows, words=(0, 1)).text() + "\n")

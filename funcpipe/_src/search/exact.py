@@ -118,7 +118,7 @@ def solve(
             continue
         begun = model.solution(solver)
         bound = float(solver.BestObjectiveBound() * unit) if model.complete else 0.0
-        yield Solved(_orders(problem, begun, model.times), bound, status != cp_model.OPTIMAL)
+        yield Solved(model.orders(begun), bound, status != cp_model.OPTIMAL)
         if status == cp_model.OPTIMAL and not (ordered and moves):
             return
 
@@ -402,6 +402,40 @@ class ConstraintProgram:
                 found[whole] = found.pop(whole._replace(kind=Kind.I))
         return found
 
+    def orders(self, starts: _Starts) -> tuple[tuple[Action, ...], ...]:
+        """Return the orders of a solution.
+
+        Computing actions are ordered by start. A move comes before the computing action during
+        which it starts, or before the next one. Of actions with one start, actions without duration
+        come first, and actions of one microbatch in their own order.
+        """
+        rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.B, Kind.I, Kind.W)
+        device_of = self.problem.device_of
+        computing = [action for action in starts if action.kind not in MOVES]
+
+        def begin_of_computing(move: Action) -> int:
+            """Return the start of the computing action during which a move starts, or its own."""
+            begins = (
+                starts[other]
+                for other in computing
+                if device_of[other.stage] == device_of[move.stage]
+                and starts[other] < starts[move] < starts[other] + self._time(other)
+            )
+            return next(begins, starts[move])
+
+        def key(action: Action) -> tuple[int, ...]:
+            kind, stage, microbatch, _ = action
+            start = starts[action]
+            place = begin_of_computing(action) if kind in MOVES else start
+            after = 0 if place == start and not self._time(action) else 1 if kind in MOVES else 2
+            ascending = stage if kind is Kind.F else -stage
+            return place, after, start, rank.index(kind), ascending, microbatch
+
+        lanes: list[list[Action]] = [[] for _ in self.problem.limits]
+        for action in sorted(starts, key=key):
+            lanes[device_of[action.stage]].append(action)
+        return tuple(map(tuple, lanes))
+
 
 def _kinds(problem: Problem) -> tuple[Kind, ...]:
     """Return the kinds that the model has variables for; a B is an I with another time."""
@@ -423,44 +457,6 @@ def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Acti
         else:
             starts[span.action] = round(start / unit)
     return starts
-
-
-def _orders(
-    problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]
-) -> tuple[tuple[Action, ...], ...]:
-    """Return the orders of a solution.
-
-    Computing actions are ordered by start. A move comes before the computing action during which it
-    starts, or before the next one. Of actions with one start, actions without duration come first,
-    and actions of one microbatch in their own order.
-    """
-    rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.B, Kind.I, Kind.W)
-    orders: list[tuple[Action, ...]] = []
-    for device in range(problem.num_devices):
-        mine = [action for action in starts if problem.device_of[action.stage] == device]
-        computes = [
-            (starts[action], starts[action] + times[action.kind][action.stage])
-            for action in mine
-            if action.kind not in MOVES
-        ]
-
-        def key(action: Action, computes: list[tuple[int, int]] = computes) -> tuple[int, ...]:
-            kind, stage, microbatch, _ = action
-            start = place = starts[action]
-            if kind in MOVES:
-                place = next((begin for begin, end in computes if begin < start < end), start)
-            after = 0 if place == start and not times[kind][stage] else 1 if kind in MOVES else 2
-            return (
-                place,
-                after,
-                start,
-                rank.index(kind),
-                stage if kind is Kind.F else -stage,
-                microbatch,
-            )
-
-        orders.append(tuple(sorted(mine, key=key)))
-    return tuple(orders)
 
 
 def unit_of(problem: Problem) -> tuple[Fraction, bool]:

@@ -6,7 +6,7 @@ constraints do not mention microbatches, so they hold for any order of microbatc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, inf
@@ -67,7 +67,7 @@ class Rows:
         after: dict[RowKey, list[Ways]] = {}
         for row, column in later.items():
             pairs = list(zip(column, self.before[row], strict=True))[::-1]
-            after[row] = [[self.once(most(counts, way)) for way in ways] for counts, ways in pairs]
+            after[row] = [[self.both(counts, way) for way in ways] for counts, ways in pairs]
         lengths = dict(reversed(self.lengths.items()))
         return Rows(self.count, self.device_of, lengths, follows, after, {})
 
@@ -84,29 +84,18 @@ class Rows:
         """The code of the row that makes residuals: R with remat, else F."""
         return R if any(code == R for code, _ in self.lengths) else F
 
-    def once(self, counts: RowCounts) -> RowCounts:
-        """Return counts in which no action is counted twice.
+    def both(self, counts: RowCounts, others: RowCounts) -> RowCounts:
+        """Return the counts of both conditions together. No action is counted twice.
 
         With remat, an action that makes a residual may be its F itself. So of the counts of F and R
         of a stage, only the larger remains.
         """
-        if self.makes == F:
-            return counts
-        fewer = {
-            (R if counts.get((R, stage), 0) < n else F, stage)
-            for (code, stage), n in counts.items()
-            if code == F
-        }
-        return {
-            row: n
-            for row, n in counts.items()
-            if row not in fewer or (R + F - row[0], row[1]) not in counts
-        }
-
-
-def most(counts: RowCounts, others: RowCounts) -> RowCounts:
-    """Return the larger count of each row: both conditions together."""
-    return counts | {row: max(n, counts.get(row, 0)) for row, n in others.items()}
+        joined = counts | {row: max(n, counts.get(row, 0)) for row, n in others.items()}
+        for stage in [stage for code, stage in joined if code == F]:
+            forward, maker = (F, stage), (R, stage)
+            if maker in joined:
+                del joined[min(forward, maker, key=joined.__getitem__)]
+        return joined
 
 
 class _RowStage(NamedTuple):
@@ -244,8 +233,13 @@ def _left_at(problem: Problem, home: _RowStage, number: int, code: int) -> Ways:
     count, stage = problem.num_microbatches, home.stage
     if limit == inf:
         return [{}]
+    # The possible numbers of I and W that have ended before.
+    if code == I:
+        ended = [(number, weights) for weights in range(number + 1)]
+    else:
+        ended = [(backwards, number) for backwards in range(number + 1, count + 1)]
     ways: list[RowCounts] = []
-    for backwards, weights in _done_at(number, code, count):
+    for backwards, weights in ended:
         room = limit - (backwards - weights) * rest
         begun = min(count, backwards + _fitting(room, whole, count)) if room >= 0 else 0
         if begun >= max(backwards, number + 1):
@@ -256,10 +250,3 @@ def _left_at(problem: Problem, home: _RowStage, number: int, code: int) -> Ways:
             }
             ways.append({row: count - done for row, done in left.items()})
     return ways or [{}]
-
-
-def _done_at(number: int, code: int, count: int) -> Iterator[tuple[int, int]]:
-    """Return the possible numbers of I and W that end before I or W number k."""
-    if code == I:
-        return ((number, weights) for weights in range(number + 1))
-    return ((backwards, number) for backwards in range(number + 1, count + 1))

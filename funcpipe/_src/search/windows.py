@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from funcpipe._src.schedules.clock import F, R
 from funcpipe._src.search.problem import ROUNDING, Problem
-from funcpipe._src.search.rows import RowCounts, RowKey, Rows, Ways, most, rows_of
+from funcpipe._src.search.rows import RowCounts, RowKey, Rows, Ways, rows_of
 
 _PASSES = 8
 """The most passes over all actions; few problems take more than four."""
@@ -95,7 +95,7 @@ class Windows:
                     )
                     if n:
                         earlier[other] = n
-                ways.append([rows.once(most(way, earlier)) for way in known])
+                ways.append([rows.both(way, earlier) for way in known])
                 new = new or ways[-1] != list(known)
             after[row] = ways
         return replace(rows, after=after) if new else None
