@@ -448,18 +448,11 @@ def problems_of(
     limits = limits_of(memory_limit, devices)
     shapes = shapes_for(stages, devices) if placement is None else [placement]
     pieces = counts["num_microbatches"] * slices
+    problem = Problem(cost, (), pieces, limits, objective, remat, offload, slices)
+    placements = [placed(shape, stages, devices) for shape in shapes]
     return [
-        Problem(
-            placed_cost(cost, device_of, devices),
-            device_of,
-            pieces,
-            limits,
-            objective,
-            remat,
-            offload,
-            slices,
-        )
-        for device_of in (placed(shape, stages, devices) for shape in shapes)
+        replace(problem, cost=placed_cost(cost, device_of, devices), device_of=device_of)
+        for device_of in placements
     ]
 
 

@@ -26,6 +26,7 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.program import (
     CALLER,
     Free,
+    Instruction,
     LaneProgram,
     Receive,
     Role,
@@ -129,17 +130,20 @@ class Play:
         """Run all instructions, in linear time. Raises FuncpipeError if an instruction waits for a
         later instruction. `make_plan` does not make such programs."""
         for number, instruction, values in self.program.walk():
-            lane = self.lanes[number]
-            if type(instruction) is Run:
-                self._run(lane, instruction, values)
-            elif type(instruction) is Receive:
-                if instruction.source != CALLER and instruction.slot not in lane.ready:
-                    value = self.program.value(instruction.value)
-                    raise _endless(lane, f"{value}, which is not sent before")
-            elif type(instruction) is Send:
-                self._send(lane, instruction, values[instruction.slot])
-            elif type(instruction) is Free:
-                self._free(lane, instruction, values)
+            self.step(self.lanes[number], instruction, values)
+
+    def step(self, lane: LaneTimes, instruction: Instruction, values: Mapping[int, int]) -> None:
+        """Run one instruction of a lane; ``values`` are the value numbers in its slots."""
+        if type(instruction) is Run:
+            self._run(lane, instruction, values)
+        elif type(instruction) is Receive:
+            if instruction.source != CALLER and instruction.slot not in lane.ready:
+                value = self.program.value(instruction.value)
+                raise _endless(lane, f"{value}, which is not sent before")
+        elif type(instruction) is Send:
+            self._send(lane, instruction, values[instruction.slot])
+        elif type(instruction) is Free:
+            self._free(lane, instruction, values)
 
     @property
     def spans(self) -> tuple[Span, ...]:
