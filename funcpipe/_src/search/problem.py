@@ -413,20 +413,18 @@ def problems_of(
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
     slices = counts.get("num_slices", 1)
-    if slices > 1 and exact:
-        faults.append(
-            "exact=True proves schedules of whole microbatches; leave it or num_slices= out"
-        )
-    if cost.hides and exact:
-        faults.append(
-            "exact=True proves schedules in which nothing overlaps; leave it out, or forward_link "
-            "and backward_link"
-        )
-    if exact and (cost.microbatches or cost.microbatch_sizes):
-        faults.append(
-            "exact=True proves schedules of equal microbatches; leave it out, or microbatches and "
-            "microbatch_sizes of the cost"
-        )
+    unproven = {
+        "of whole microbatches; leave it or num_slices= out": slices > 1,
+        "in which nothing overlaps; leave it out, or forward_link and backward_link": cost.hides,
+        "of equal microbatches; leave it out, or microbatches and microbatch_sizes of the cost": (
+            cost.microbatches or cost.microbatch_sizes
+        ),
+    }
+    faults += [
+        f"exact=True proves schedules {words}"
+        for words, asked in unproven.items()
+        if exact and asked
+    ]
     raise_all("no such search:", faults, ScheduleError)
     cost.factors(counts["num_microbatches"])  # raises ScheduleError for another count
     times = [time for time, _ in cost.slice_shares(slices)]

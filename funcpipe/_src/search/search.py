@@ -143,15 +143,15 @@ def search(
     )
     with telling("search", progress, unit="schedules", total=evaluations, limit=seconds) as told:
         budget = Budget(evaluations, seconds, told)
-        return _search(problems, Best(problems, budget), exact=exact, seed=seed).found()
+        return _search(Best(problems, budget), exact=exact, seed=seed).found()
 
 
-def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) -> Best:
-    """Offer schedules for all problems to ``best``, and raise the bounds.
+def _search(best: Best, *, exact: bool, seed: int) -> Best:
+    """Offer schedules for all of the problems to ``best``, and raise its bounds.
 
     The order of the phases: published schedules, bounds, rules, moves, bounds, proof.
     """
-    budget = best.budget
+    problems, budget = best.problems, best.budget
     few = min(problem.num_actions for problem in problems)
     beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), 1.0)
     budget.told.look = best.look

@@ -208,8 +208,8 @@ def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
     is any."""
     axis = max(timelines, key=lambda timeline: timeline.makespan)
     end = axis.makespan or 1.0
-    lengths = [summary.lengths(timeline) for timeline in timelines if timeline.spans]
-    short = min((summary.quantile(times, 0.1) for times in lengths), default=end)
+    drawn = [timeline.spans for timeline in timelines if timeline.spans]
+    short = min((summary.length_quantile(spans, 0.1) for spans in drawn), default=end)
     chart = min(1240.0, max(640.0, 24 * end / short))
     names = [
         summary.device_name(timeline, device)

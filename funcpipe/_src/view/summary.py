@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
-from funcpipe._src.data.result import Timeline, imbalance_of, percent
+from funcpipe._src.data.result import Span, Timeline, imbalance_of, percent
 from funcpipe._src.data.schedule import Kind
 
 _TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
@@ -180,12 +180,8 @@ def fill(
     return lines
 
 
-def lengths(timeline: Timeline) -> list[float]:
-    """Return the durations of all actions."""
-    return [span.end - span.start for span in timeline.spans]
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """Return the quantile of the positive values; 1 if there are none."""
-    ordered = sorted(value for value in values if value > 0)
+def length_quantile(spans: Iterable[Span], share: float) -> float:
+    """Return the quantile of the durations above 0; 1 if there are none."""
+    lengths = (span.end - span.start for span in spans)
+    ordered = sorted(length for length in lengths if length > 0)
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 1.0

@@ -131,7 +131,7 @@ def _number_size(panel: Panel, frame: Frame) -> tuple[float, float]:
     """Return the font size of numbers on actions, and the least width of an action with a
     number."""
     height = panel.lane.height
-    room = summary.quantile(summary.lengths(panel.timeline), 0.75) * frame.scale - 4
+    room = summary.length_quantile(panel.timeline.spans, 0.75) * frame.scale - 4
     # The longest number decides for all: a row that shows 8 and 9 but not 10 looks broken.
     digits = max(len(_number(span, by_stage=False)) for span in panel.timeline.spans)
     longest = 0.6 * (digits + (frame.by == "stage"))

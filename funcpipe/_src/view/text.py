@@ -194,7 +194,7 @@ def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> fl
     """
     if end <= 0:
         return 1.0
-    short = summary.quantile((span.end - span.start for span in spans), 0.1)
+    short = summary.length_quantile(spans, 0.1)
     scale = min(room / end, label_width / short)
     times = {time for span in spans for time in (span.start, span.end)}
     if all(float(time).is_integer() for time in times):
