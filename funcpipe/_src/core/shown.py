@@ -89,10 +89,11 @@ def shapes_of(tree: Tree) -> str:
     """Say types and shapes of the leaves of a tree, with the names of a dict; "" for None."""
     if isinstance(tree, dict):
         return some((f"{name} {shapes_of(part)}" for name, part in tree.items()), most=4) or "{}"  # pyright: ignore[reportUnknownVariableType]
-    return "" if tree is None else some((_shape(leaf) for leaf in flatten(tree)[0]), most=4) or "()"
+    return "" if tree is None else some(map(shape_of, flatten(tree)[0]), most=4) or "()"
 
 
-def _shape(leaf: Any) -> str:
+def shape_of(leaf: Any) -> str:
+    """Say the type and the shape of a tensor; the type of another leaf."""
     if not isinstance(leaf, Tensor):
         return "None" if leaf is None else type(leaf).__name__
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"

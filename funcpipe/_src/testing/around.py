@@ -17,43 +17,34 @@ Hook: TypeAlias = Callable[[StageCall, Tree, Tree, dict[str, Any]], Any]
 
 
 class HookedFn(Bindable):
-    """The function of a stage with a hook around it; declarations, draws and parts do not
-    change."""
+    """The function of a stage with a hook around it; all else about the stage stays."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
         self.stage, self.hook = stage, hook
 
     def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
-        """Call without the hook."""
         return self.stage.fn(params, x, **extras)
 
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
-        """Call outside of a run."""
         return self.hook(self.call, params, x, extras)
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """Bind the stage's function to parameters and state, with the hook around it."""
         return _BoundAround(self, params, state)
 
     def layers(self) -> Iterable[str]:
-        """The layers of the stage."""
         return self.stage.layers()
 
     def parts(self) -> Iterable[Stage]:
-        """The parts of the stage."""
         return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
 
     def described(self) -> Iterable[tuple[str, str]]:
-        """The layers of the stage, in words."""
         return self.stage.described()
 
     def origins(self) -> Iterable[Origin]:
-        """The models of the stage."""
         return self.stage.origins()
 
 
 def hooked(stage: Stage, hook: Hook) -> Stage:
-    """Return the stage with a hook around it."""
     return replace(stage, fn=HookedFn(stage, hook))
 
 

@@ -15,7 +15,7 @@ from funcpipe._src.core.errors import FuncpipeError, PlanError, bullets, raise_a
 from funcpipe._src.core.tree import Tree, flatten, refuse_hidden
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.testing.observe import generators_kept
-from funcpipe._src.testing.probe import Arguments, Probe
+from funcpipe._src.testing.probe import Probe
 
 FAULTS = {
     "output": (
@@ -145,10 +145,9 @@ def check_stage(
         PlanError: the arguments do not fit the stage.
         CheckError: the stage has faults. CheckError is an AssertionError.
     """
-    _check_arguments(stage, skips, feeds, state, allow)
-    _check_trees(stage, {"params": params, "x": x, "skips": skips, "feeds": feeds, "state": state})
-    arguments = params, x, skips or {}, feeds or {}, state
-    probe = Probe(stage, Arguments(*arguments), train=train, seed=seed, trainable=trainable)
+    trees = {"params": params, "x": x, "skips": skips or {}, "feeds": feeds or {}, "state": state}
+    _check_arguments(stage, trees, allow)
+    probe = Probe(stage, trees, train=train, seed=seed, trainable=trainable)
     found = probe.watch.faults
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
@@ -158,34 +157,32 @@ def check_stage(
             f"stage {stage.name!r} has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults
         ) from cause
     allowed = tuple(fault for fault in found if fault[0] in allow)
-    outputs, num_bytes, rows = tuple(probe.outputs.items()), probe.num_bytes, probe.rows
     return StageReport(
         stage.name,
-        outputs,
-        num_bytes,
-        probe.draws,
-        tuple(probe.watch.in_place),
-        tuple(probe.unused),
-        rows,
-        allowed,
+        outputs=tuple(probe.outputs.items()),
+        num_bytes=probe.num_bytes,
+        draws=probe.draws,
+        in_place=tuple(probe.watch.in_place),
+        unused=tuple(probe.unused),
+        rows=probe.rows,
+        allowed=allowed,
     )
 
 
-def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
+def _check_arguments(stage: Any, trees: Mapping[str, Any], allow: Any) -> None:
     if not isinstance(stage, Stage):
         raise PlanError(
             f"check_stage takes a stage; got a {type(stage).__name__}; make a stage with "
             "fp.stage(fn) or fp.from_module(module)"
         )
     faults: list[str] = []
-    for keyword, names, values in (("skips", stage.pop, skips), ("feeds", stage.feeds, feeds)):
-        faults += [f"{keyword} lacks {name!r}" for name in names if name not in (values or {})]
-        faults += [
-            f"{keyword} has {name!r}, which the stage does not declare"
-            for name in values or {}
-            if name not in names
-        ]
-    faults += ["the stage declares state; give state="] if stage.state and state is None else []
+    for keyword, names in (("skips", stage.pop), ("feeds", stage.feeds)):
+        values = trees[keyword]
+        faults += [f"{keyword} lacks {name!r}" for name in names if name not in values]
+        unknown = [name for name in values if name not in names]
+        faults += [f"{keyword} has {name!r}, which the stage does not declare" for name in unknown]
+    if stage.state and trees["state"] is None:
+        faults.append("the stage declares state; give state=")
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
     faults += [
@@ -193,14 +190,8 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
         for name in allow
         if name not in FAULTS
     ]
-    raise_all(f"check_stage cannot call stage {stage.name!r}:", faults)
-
-
-def _check_trees(stage: Stage, trees: Mapping[str, Tree]) -> None:
-    """Raise PlanError for trees that a run would not accept."""
-    faults = [
-        fault for name, tree in trees.items() for fault in refuse_hidden(tree, name, *flatten(tree))
-    ]
-    raise_all(
-        f"check_stage cannot call stage {stage.name!r}; these are not trees of tensors:", faults
-    )
+    title = f"check_stage cannot call stage {stage.name!r}"
+    raise_all(f"{title}:", faults)
+    for name, tree in trees.items():
+        faults += refuse_hidden(tree, name, *flatten(tree))
+    raise_all(f"{title}; these are not trees of tensors:", faults)

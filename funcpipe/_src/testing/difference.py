@@ -102,7 +102,7 @@ def record_values(
     values: dict[tuple[Action, str], Tree] = {}
 
     def observe(action: Action, name: str, value: Tree) -> None:
-        values[action, name] = map_tensors(lambda leaf: leaf.to("cpu", copy=True), value)
+        values[action, name] = map_tensors(cpu_copy, value)
 
     if executor == "sequential":
         result = run_sequential(plan, params, batch, observe=observe, **options)
@@ -110,6 +110,11 @@ def record_values(
         result = run(plan, params, batch, observe=observe, executor=executor, **options)
     order = tuple(plan.program.action(code) for code in plan.program.order)
     return ValueRecord(values, order, result)
+
+
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """Return a copy that later writes into the tensor do not change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcpipe._src.batch.marks import Microbatches
 from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.shown import shape_of
 from funcpipe._src.core.tree import Tree, flatten, locations
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
@@ -83,35 +84,25 @@ def assert_matches_sequential(
     result = expected
     for executor in executors:
         result = run(plan, params, batch, executor=executor, **options)
-        name = (
-            repr(executor)
-            if executor is None or isinstance(executor, str)
-            else f"fp.{type(executor).__name__.lower()}(plan)"
-        )
+        name = repr(executor)
+        if not isinstance(executor, str | None):
+            name = f"fp.{type(executor).__name__.lower()}(plan)"
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
-        shared: dict[str, Any] = {
-            "devices": plan.devices,
-            "loss": plan.loss,
-            "weight": plan.weight,
-            "ties": plan.ties,
-        }
         whole_batch_plan = make_plan(
             plan.stages,
             _single_microbatch(plan.schedule),
+            devices=plan.devices,
+            loss=plan.loss,
+            weight=plan.weight,
+            ties=plan.ties,
             train=plan.train,
             outputs=plan.outputs,
-            **shared,
         )
-        fields = ("loss", "outputs", "grads")
+        expected = run_sequential(whole_batch_plan, params, batch, **options)
+        fields = "loss", "outputs", "grads"
         title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
-        _compare(
-            result,
-            run_sequential(whole_batch_plan, params, batch, **options),
-            fields,
-            *title,
-            tolerance=whole_batch,
-        )
+        _compare(result, expected, fields, *title, tolerance=whole_batch)
     return result
 
 
@@ -119,12 +110,9 @@ def _single_microbatch(schedule: Schedule) -> Schedule:
     """The schedule of one microbatch, without slices, on the same devices."""
     if schedule.num_slices == 1:
         return schedule.first(1)
-    backward = [
-        Action(Kind.B, stage)
-        for stage in reversed(range(schedule.num_stages))
-        if schedule.has_backward
-    ]
-    actions = [*(Action(Kind.F, stage) for stage in range(schedule.num_stages)), *backward]
+    actions = [Action(Kind.F, stage) for stage in range(schedule.num_stages)]
+    if schedule.has_backward:
+        actions += [Action(Kind.B, stage) for stage in reversed(range(schedule.num_stages))]
     rows = [
         [action for action in actions if schedule.device_of[action.stage] == d]
         for d in range(schedule.num_devices)
@@ -145,11 +133,10 @@ def _compare(
     count = 0
     for field in fields:
         a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
-        differing, leaf_count = (
-            ([], 0) if a is b is None else differences(a, b, field, allowed=tolerance)
-        )
-        faults += differing
-        count += leaf_count
+        if a is not None or b is not None:
+            differing, leaf_count = differences(a, b, field, allowed=tolerance)
+            faults += differing
+            count += leaf_count
     first = faults[0].split(":")[0] if faults else ""
     title = f"{name} differs from {reference} in {len(faults)} of {count} leaves, first in {first}:"
     raise_all(title, faults, AssertionError, most=_SHOWN)
@@ -173,17 +160,13 @@ def differences(
     left, spec = flatten(actual)
     right, expected_spec = flatten(expected)
     if spec != expected_spec:
-        return [f"{root}: the structure is {spec} and should be {expected_spec}"], max(
-            len(left), len(right)
-        )
+        fault = f"{root}: the structure is {spec} and should be {expected_spec}"
+        return [fault], max(len(left), len(right))
     texts = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
-    if not any(texts):
+    if not any(texts):  # the usual case, without names
         return [], len(left)
-    return [
-        f"{name}: {text}"
-        for name, text in zip(locations(expected, root), texts, strict=True)
-        if text
-    ], len(left)
+    named = zip(locations(expected, root), texts, strict=True)
+    return [f"{name}: {text}" for name, text in named if text], len(left)
 
 
 def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
@@ -194,11 +177,8 @@ def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
             if _same(actual, expected)
             else f"{_short_text(actual)} came, {_short_text(expected)} expected"
         )
-    if (actual.shape, actual.dtype, actual.device) != (
-        expected.shape,
-        expected.dtype,
-        expected.device,
-    ):
+    forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (actual, expected)]
+    if forms[0] != forms[1]:
         return f"{_short_text(actual)} came, {_short_text(expected)} expected"
     # Compare bytes, because they exist for all types and distinguish -0.0 from 0.0.
     a, b = _bytes(actual), _bytes(expected)
@@ -255,6 +235,6 @@ def _describe(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: to
 
 def _short_text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+        return f"{shape_of(value)} on {value.device}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,7 +20,7 @@ from funcpipe._src.engine.finish import release
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.prepare import Prepared, prepare
 from funcpipe._src.stages.context import checked_plan
-from funcpipe._src.testing.difference import ValueRecord
+from funcpipe._src.testing.difference import ValueRecord, cpu_copy
 
 
 def record_model(
@@ -108,7 +108,6 @@ def _record(
     call: Callable[[nn.Module, Any], Any],
     values: dict[tuple[Action, str], Tree],
 ) -> None:
-    """Record the values of one microbatch."""
     plan, last, calls = ready.plan, ready.plan.num_stages - 1, Counter[int]()
     backwards = {
         action.stage: action
@@ -116,29 +115,27 @@ def _record(
         if action.microbatch == microbatch and action.kind in (Kind.B, Kind.I)
     }
 
-    def see(stage: int, module: Any, args: Any, output: Any) -> None:
-        calls[stage] += 1
-        keep(stage, output)
-
     def keep(stage: int, output: Tree) -> None:
+        calls[stage] += 1
         # Copies and hooks now, because a later layer may write into the output.
-        values[Action(Kind.F, stage, microbatch), "output"] = map_tensors(_copy, output)
+        values[Action(Kind.F, stage, microbatch), "output"] = map_tensors(cpu_copy, output)
         if stage not in backwards or stage == last:
             return
         leaves = flatten(output)[0]
         gradients: list[Any] = [None] * len(leaves)
-        graphed = [is_differentiable(leaf) and leaf.requires_grad for leaf in leaves]
 
         def take(number: int, gradient: Tensor) -> None:
-            gradients[number] = _copy(gradient)
+            gradients[number] = cpu_copy(gradient)
             values[backwards[stage], "output gradient"] = tuple(gradients)
 
         for number, leaf in enumerate(leaves):
-            if graphed[number]:
+            if is_differentiable(leaf) and leaf.requires_grad:
                 leaf.register_hook(partial(take, number))
 
     hooks = [
-        model.get_submodule(end).register_forward_hook(partial(see, stage))
+        model.get_submodule(end).register_forward_hook(
+            lambda module, args, output, stage=stage: keep(stage, output)
+        )
         for stage, end in enumerate(ends)
     ]
     try:
@@ -158,13 +155,9 @@ def _record(
     if plan.loss is None or ready.batch.target is None:
         return
     total, loss = read_loss(plan.loss(output, ready.batch.target[microbatch].tree()))
-    values[Action(Kind.F, last, microbatch), "loss"] = _copy(loss.sum)
+    values[Action(Kind.F, last, microbatch), "loss"] = cpu_copy(loss.sum)
     if backwards:
         (total * ready.shares.factor(loss, microbatch)).backward()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

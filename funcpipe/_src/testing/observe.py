@@ -76,7 +76,6 @@ class Observer:
         self.parameters: set[int] = set()
 
     def note(self, name: str, text: str) -> None:
-        """Note a fault."""
         self.faults[name, text] = None
 
     def watched(self) -> Stage:
@@ -84,44 +83,23 @@ class Observer:
         return hooked(self.stage, self._observe)
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
-        """Call the stage, and note its side effects."""
         # New containers: a change of a container in one call must not be found again in the next.
         params = map_leaves(lambda leaf: leaf, params)
         if self.stage.state:
             extras["state"] = map_tensors(torch.clone, extras["state"])
-        state = extras.get("state", ())
         inputs = {
             f"{kind}[{name!r}]": tree
             for kind in ("skips", "feeds")
             for name, tree in extras.get(kind, {}).items()
         }
         inputs["x"] = x
-        snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
-        params_before, state_before = (
-            Snapshot(named(params, "params")),
-            Snapshot(named(state, "state")),
-        )
+        trees = {**inputs, "params": params, "state": extras.get("state", ())}
+        snapshots = {name: Snapshot(named(tree, name)) for name, tree in trees.items()}
         settings, generators = {name: now() for name, (now, _) in _SETTINGS.items()}, _generators()
         returned = call(params, x, extras)
-        for name, tree in inputs.items():
+        for name, tree in trees.items():
             for where in snapshots[name].written(tree, name):
-                self.in_place[where] = None
-                # Modules and compositions often write into their input, so only functions are at
-                # fault.
-                if not isinstance(self.stage.fn, Bindable):
-                    self.note(
-                        "in-place",
-                        f"writes into {where}: a run passes a copy, but a direct call changes your "
-                        "tensor; compute out of place",
-                    )
-        for where in params_before.written(params, "params"):
-            self.note("params", f"writes into {where}; compute with a copy")
-        for where in state_before.written(state, "state"):
-            self.note(
-                "state",
-                f"writes into {where}; return statistics in Out(stats=...) and fold them in "
-                "commit=",
-            )
+                self._note_write(name, where)
         for name, (now, put_back) in _SETTINGS.items():
             if now() != settings[name]:
                 self.note("settings", f"changes {name} from {settings[name]} to {now()}")
@@ -133,7 +111,7 @@ class Observer:
                     f"draws from, or seeds, the global generator of {name}; torch's random "
                     "functions are keyed by fp.run(seed=)",
                 )
-        params_before.restore()
+        snapshots["params"].restore()
         out = self._returned(normalise(returned))
         tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
         self.memory += [
@@ -143,27 +121,39 @@ class Observer:
         ]
         return out
 
+    def _note_write(self, root: str, where: str) -> None:
+        if root == "params":
+            self.note("params", f"writes into {where}; compute with a copy")
+        elif root == "state":
+            remedy = "return statistics in Out(stats=...) and fold them in commit="
+            self.note("state", f"writes into {where}; {remedy}")
+        else:
+            self.in_place[where] = None
+            # Modules and compositions often write into their input, so only functions are at fault.
+            if not isinstance(self.stage.fn, Bindable):
+                self.note(
+                    "in-place",
+                    f"writes into {where}: a run passes a copy, but a direct call changes your "
+                    "tensor; compute out of place",
+                )
+
     def _returned(self, out: Out) -> Out:
         """Note the faults of the result, and return it in a form that a run accepts."""
         if out.y is None:
             self.note("output", "returns None; is a return statement missing?")
         allowed = {*self.stage.stash, *self.stage.offers}
-        for name in self.stage.stash:
+        stash: dict[str, Tree] = {}
+        for name in {**dict.fromkeys(self.stage.stash), **out.stash}:
             if name not in out.stash:
-                self.note(
-                    "output", f"declares stash {name!r} but does not return it in Out(stash=...)"
-                )
-        for name in out.stash:
-            if name not in allowed:
-                self.note(
-                    "output", f"returns stash {name!r} without declaring it; add stash=[{name!r}]"
-                )
-        stash = {name: out.stash.get(name, ()) for name in self.stage.stash}
-        stash |= {name: tree for name, tree in out.stash.items() if name in allowed}
-        for root, tree in (
-            ("y", out.y),
-            *((f"stash[{name!r}]", tree) for name, tree in stash.items()),
-        ):
+                problem = f"declares stash {name!r} but does not return it in Out(stash=...)"
+                self.note("output", problem)
+            elif name not in allowed:
+                problem = f"returns stash {name!r} without declaring it; add stash=[{name!r}]"
+                self.note("output", problem)
+                continue
+            stash[name] = out.stash.get(name, ())
+        named_trees = {"y": out.y, **{f"stash[{name!r}]": tree for name, tree in stash.items()}}
+        for root, tree in named_trees.items():
             values, spec = flatten(tree)
             for fault in refuse_hidden(tree, root, values, spec):
                 self.note("output", fault)

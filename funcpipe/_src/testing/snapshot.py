@@ -53,7 +53,6 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Restore the numbers of tensors."""
         for name, (_, bits) in self._bits.items():
             if differences(self.values[name], bits, "")[0]:
                 self.values[name].data.copy_(bits)
@@ -63,9 +62,8 @@ class Snapshot:
         if not isinstance(before, Tensor) or not isinstance(value, Tensor):
             return type(before) is not type(value) or not (before == value or before != before)
         writes, bits = self._bits[name]
-        return (value is before and writes != _writes(value)) or bool(
-            differences(value, bits, "")[0]
-        )
+        rewritten = value is before and writes != _writes(value)
+        return rewritten or bool(differences(value, bits, "")[0])
 
 
 def named(tree: Tree, root: str) -> dict[str, Any]:
