@@ -4,7 +4,7 @@ anything."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from funcpipe._src.data.kinds import COMPUTES, COUNTED
@@ -45,16 +45,16 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
         present = merged((alive, layer.inputs, *layer.pops.values()))
         # The peak in this layer's forward: tensors kept by earlier layers, the layer's inputs, and
         # its own.
-        forward = max(forward, inner + _besides(present, arrived) + layer.forward)
+        forward = max(forward, inner + besides(present, arrived) + layer.forward)
         inner += layer.inner
         alive |= merged((layer.kept, *layer.stash.values()))
         incoming = 0 if layer is row[-1] else layer.gradient
         # Backwards run from the last layer to the first. So in this layer's backward, only the
         # layers up to it still keep tensors.
-        backward = max(backward, inner + _besides(alive, border) + incoming + layer.backward)
+        backward = max(backward, inner + besides(alive, border) + incoming + layer.backward)
     kept = merged(layer.kept for layer in row)
     # Relative to the memory when the backward of the stage starts.
-    backward -= inner + _besides(kept, border)
+    backward -= inner + besides(kept, border)
     sizes = row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0)
     return Measured(inner, kept, *sizes, _weights(row), any(layer.has_input for layer in row))
 
@@ -80,7 +80,7 @@ def _weights(row: Sequence[Measured]) -> WeightResidual:
     )
 
 
-def _besides(sizes: Bytes, excluded: Bytes) -> int:
+def besides(sizes: Bytes, excluded: Container[int]) -> int:
     """The bytes of the values that are not excluded."""
     return sum(size for value, size in sizes.items() if value not in excluded)
 
@@ -126,16 +126,13 @@ def peaks(
                     gathered.add(stage)
                     lane.now += parameters[stage]
                     lane.most(0)
-                working = {
-                    Kind.F: row.forward,
-                    Kind.R: row.forward,
-                    Kind.B: row.backward,
-                    Kind.I: row.backward,
-                }
-                lane.most(working.get(kind, 0))
-                if kind in (Kind.B, Kind.I) and stage in lacking:
-                    lane.now += gradients[stage]
-                    lacking.remove(stage)
+                if kind in (Kind.F, Kind.R):
+                    lane.most(row.forward)
+                elif kind in (Kind.B, Kind.I):
+                    lane.most(row.backward)
+                    if stage in lacking:
+                        lane.now += gradients[stage]
+                        lacking.remove(stage)
                 for slot in writes:
                     lane.add(value_of(values[slot]), rows)
                 if parameters and (call, microbatch) in last[stage]:
@@ -178,7 +175,6 @@ class _DeviceMemory:
 
 
 def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
-    """The storages of a value, with their sizes."""
     row = rows[min(value.stage, len(rows) - 1)]
     match value.role:
         case Role.INPUT:

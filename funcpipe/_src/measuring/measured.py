@@ -55,8 +55,8 @@ class Live(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
+        """The counted bytes of each storage that is alive, by its `storage_number`."""
 
     def restart(self) -> int:
         """Start a new peak. Returns the bytes alive."""
@@ -93,23 +93,20 @@ class Live(WatchingMode):
             return False
         storage = tensor.untyped_storage()
         key = storage_number(storage)
-        if key in self._alive:
-            return True
-
-        def gone(_: Any) -> None:
-            del self._alive[key]
-            self.now -= self._sizes.pop(key)
-
-        # The callback runs when the storage is freed, which ends its count.
-        self._alive[key] = weakref.ref(storage, gone)
-        self._sizes[key] = storage.nbytes()
-        self.now += self._sizes[key]
-        self.peak = max(self.peak, self.now)
+        if key not in self._sizes:
+            weakref.finalize(storage, self._gone, key)
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
         return True
+
+    def _gone(self, key: int) -> None:
+        """End the count of a storage that was freed."""
+        self.now -= self._sizes.pop(key)
 
     def holds(self, key: int) -> bool:
         """Whether a storage, given by its `storage_number`, is alive."""
-        return key in self._alive
+        return key in self._sizes
 
 
 Bytes = dict[int, int]
@@ -136,7 +133,6 @@ class WeightResidual(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The sum of all bytes."""
         return self.inner + sum(self.kept.values()) + self.gradients
 
 
@@ -219,6 +215,23 @@ class _Source(torch.autograd.Function):
         return None, None, None
 
 
+class _Forward(NamedTuple):
+    """The results of a layer's forward.
+
+    Attributes:
+        storages: the storage and the size of each value that the layer gets or passes on.
+        y, stash: its output and its stash.
+        roots: the roots of its graph, with descriptions of their gradients.
+        peak: the peak of the forward.
+    """
+
+    storages: dict[int, tuple[int, int]]
+    y: _PlacedTree
+    stash: dict[str, _PlacedTree]
+    roots: list[tuple[GradientEdge, _TensorSpec]]
+    peak: int
+
+
 class Pass:
     """The pass over the layers, with the kernels of a device; with backwards if the layers
     train."""
@@ -250,20 +263,16 @@ class Pass:
             placed = x
             try:
                 # The same modes as in a run, whatever the caller's modes are.
-                with (
-                    torch.inference_mode(False),
-                    no_autocast_cache(),
-                ):
+                with torch.inference_mode(False), no_autocast_cache():
                     measured, x = self._layer(layer, x, placed_feeds, flags)
             except Exception as error:
                 with self.fake:
-                    tree = unflatten(placed.spec, self._tensors(placed, None, {}))
+                    tree = self._tree(placed, None, {})
                 blame(error, number, layer, "memory", tree)
             out.append(measured)
         return out
 
     # -- one layer
-    # -------------------------------------------------------------------------------
 
     def _layer(
         self, layer: Layer, x: _PlacedTree, feeds: dict[str, _PlacedTree], flags: Sequence[bool]
@@ -285,44 +294,40 @@ class Pass:
             gc.collect()
             self.live.forget()
         self.live.restart()
+        forward = partial(self._forward, stage, fn, x, pops, feeds, state)
+        has_input = any(place.grad for tree in (x, *pops.values()) for place in tree.places())
+        weights = NOTHING_WAITS
         with self.fake, self.live, torch.set_grad_enabled(self.train):
-            storages, y, stash, roots, forward = self._forward(stage, fn, x, pops, feeds, state)
-            kept = {value: size for value, (key, size) in storages.items() if self.live.holds(key)}
-            handed_on = merged(tree.bytes() for tree in (y, *stash.values()))
+            out = forward()
+            kept = self._kept(out)
+            handed_on = merged(tree.bytes() for tree in (out.y, *out.stash.values()))
             received = merged(tree.bytes() for tree in (x, *pops.values()))
             inner = self.live.now - sum(
                 size for value, size in kept.items() if value in handed_on and value not in received
             )
-            backward = self._backward(roots)
-            roots.clear()
-            weights, has_input = (
-                NOTHING_WAITS,
-                any(place.grad for tree in (x, *pops.values()) for place in tree.places()),
-            )
+            backward = self._backward(out.roots)
+            out.roots.clear()
             if self.train and not stage.carry:  # for slices, I is the whole backward
-                again = partial(self._forward, stage, fn, x, pops, feeds, state)
-                weights = self._weights(params, received, has_input, again)
+                weights = self._weights(params, received, has_input, forward)
         fn.release()
         gradient = sum(
-            prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad
+            prod(place.size) * place.dtype.itemsize for place in out.y.places() if place.grad
         )
-        self.skips |= stash
-        stashed = {name: tree.bytes() for name, tree in stash.items()}
-        popped = {name: tree.bytes() for name, tree in pops.items()}
+        self.skips |= out.stash
         measured = Measured(
             inner,
             kept,
-            x.bytes(),
-            y.bytes(),
-            stashed,
-            popped,
-            gradient,
-            forward,
-            backward,
-            weights,
-            has_input,
+            inputs=x.bytes(),
+            outputs=out.y.bytes(),
+            stash={name: tree.bytes() for name, tree in out.stash.items()},
+            pops={name: tree.bytes() for name, tree in pops.items()},
+            gradient=gradient,
+            forward=out.peak,
+            backward=backward,
+            weights=weights,
+            has_input=has_input,
         )
-        return measured, y
+        return measured, out.y
 
     def _forward(
         self,
@@ -332,29 +337,12 @@ class Pass:
         pops: dict[str, _PlacedTree],
         feeds: dict[str, _PlacedTree],
         state: Tree,
-    ) -> tuple[
-        dict[int, tuple[int, int]],
-        _PlacedTree,
-        dict[str, _PlacedTree],
-        list[tuple[GradientEdge, _TensorSpec]],
-        int,
-    ]:
-        """Call the layer.
-
-        Returns the storages of the values that it gets and passes on, its output, its stash, the
-        roots of its graph, and the peak of the forward.
-        """
+    ) -> _Forward:
         storages: dict[int, Tensor] = {}
         handle = self.handle = torch.empty(0, device=self.device, requires_grad=True)
-        arguments = unflatten(x.spec, self._tensors(x, handle, storages))
-        skips = {
-            name: unflatten(tree.spec, self._tensors(tree, handle, storages))
-            for name, tree in pops.items()
-        }
-        fed = {
-            name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages))
-            for name in stage.feeds
-        }
+        arguments = self._tree(x, handle, storages)
+        skips = {name: self._tree(tree, handle, storages) for name, tree in pops.items()}
+        fed = {name: self._tree(feeds[name], None, storages) for name in stage.feeds}
         self.live.restart()
         keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
         # From here only the layer and its graph keep the inputs alive, as in a run.
@@ -372,16 +360,23 @@ class Pass:
         ]
         sizes = merged(tree.bytes() for tree in (x, y, *pops.values(), *stash.values()))
         by_value = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
-        return by_value, y, stash, roots, forward
+        return _Forward(by_value, y, stash, roots, forward)
+
+    def _kept(self, out: _Forward) -> Bytes:
+        """The values of a forward that its graph keeps alive."""
+        return {v: size for v, (key, size) in out.storages.items() if self.live.holds(key)}
+
+    def _gradients(self, roots: Iterable[tuple[GradientEdge, _TensorSpec]]) -> list[Tensor]:
+        return [
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device)
+            for _, place in roots
+        ]
 
     def _backward(self, roots: list[tuple[GradientEdge, _TensorSpec]]) -> int:
         """Run the backward. Returns the peak that it adds to the kept memory."""
         if not roots:
             return 0
-        grads = [
-            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device)
-            for _, place in roots
-        ]
+        grads = self._gradients(roots)
         self.live.known(grads)
         start = self.live.restart()
         with torch.autograd.set_multithreading_enabled(False):
@@ -390,18 +385,18 @@ class Pass:
         return self.live.peak - start
 
     def _weights(
-        self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
+        self,
+        params: Sequence[Any],
+        received: Bytes,
+        has_input: bool,
+        forward: Callable[[], _Forward],
     ) -> WeightResidual:
         """Measure the memory between I and W: run a forward and I as a run does, and count the
         live tensors."""
         before = self.live.now
-        storages, _, _, roots, _ = forward()
-        edges = [edge for edge, _ in roots]
-        gradients = [
-            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device)
-            for _, place in roots
-        ]
-        del roots
+        out = forward()
+        edges, gradients = [edge for edge, _ in out.roots], self._gradients(out.roots)
+        out.roots.clear()
         trained = [leaf for leaf in params if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not edges or not trained:
             return NOTHING_WAITS
@@ -413,15 +408,10 @@ class Pass:
             return NOTHING_WAITS
         arrived = [gradient.untyped_storage() for walk in waiting for gradient in walk.gradients]
         waits = sum({storage_number(storage): storage.nbytes() for storage in arrived}.values())
-        kept = {
-            value: size
-            for value, (key, size) in storages.items()
-            if value in received and self.live.holds(key)
-        }
+        kept = {value: size for value, size in self._kept(out).items() if value in received}
         return WeightResidual(self.live.now - before - waits, kept, waits)
 
     # -- values between layers
-    # -------------------------------------------------------------------------------
 
     def _like(self, leaf: Tensor) -> Tensor:
         """A fake tensor with the shape, strides and dtype of a leaf."""
@@ -460,11 +450,11 @@ class Pass:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _TensorSpec(value, storage.nbytes(), size, stride, offset, tensor.dtype, grad)
 
-    def _tensors(
+    def _tree(
         self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]
-    ) -> list[Any]:
-        """Make tensors for the leaves, in memory that does not count. Leaves of one storage
-        share one."""
+    ) -> Tree:
+        """Make the tree, with tensors in memory that does not count. Leaves of one storage share
+        one."""
         out: list[Any] = []
         for leaf in placed.leaves:
             if not isinstance(leaf, _TensorSpec):
@@ -480,4 +470,4 @@ class Pass:
             if leaf.grad and handle is not None and is_differentiable(tensor):
                 tensor = _Source.apply(handle, tensor, self.arrived)
             out.append(cow_clone_unchecked(tensor) if handle is not None else tensor)  # pyright: ignore[reportArgumentType]
-        return out
+        return unflatten(placed.spec, out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from funcpipe._src.core.tree import Tree, flatten, leaves
 from funcpipe._src.core.words import size_of
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.schedule import Schedule
-from funcpipe._src.measuring.join import join, peaks
+from funcpipe._src.measuring.join import besides, join, peaks
 from funcpipe._src.measuring.measured import Measured, Pass, merged
 from funcpipe._src.measuring.optimizer_state import StateSize, optimizer_state
 from funcpipe._src.measuring.row import Layer, known_device, layers_of
@@ -88,7 +89,10 @@ class LayerMemory:
 
         It consists of parameters, buffers, gradients and optimizer state.
         """
-        return self.parameters + self.buffers + self.gradients + self.optimizer
+        return sum(_model_sizes(self))
+
+
+_model_sizes = attrgetter("parameters", "buffers", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,8 @@ class Memory:
 
     @guarded
     def __repr__(self) -> str:
-        facts = zip(self._heads()[1:-1], self._rows()[-1][1:-1], strict=True)
+        table = self._table
+        facts = zip(table.heads[1:-1], table.rows[-1][1:-1], strict=True)
         return line(
             f"Memory of {len(self)} layers", [fact for fact in facts if fact[1] != size_of(0)]
         )
@@ -212,15 +217,12 @@ class Memory:
 
     @property
     def _table(self) -> Table:
-        return Table("Layers", tuple(self._heads()), tuple(map(tuple, self._rows())))
-
-    def _heads(self) -> list[str]:
-        return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
-
-    def _rows(self) -> list[list[str]]:
         """A row for each layer, and for several layers a row of totals."""
-        rows = [*map(_row, self.layers)]
-        return [*rows, ["all", *_row(self.total)[1:]]] if len(self) > 1 else rows
+        heads = "parameters", "buffers", "gradients", self.optimizer, "activations", "output"
+        rows = [_row(layer.name, layer) for layer in self.layers]
+        if len(self) > 1:
+            rows.append(_row("all", self.total))
+        return Table("Layers", ("", *heads), tuple(rows))
 
 
 def memory(
@@ -276,28 +278,21 @@ def memory(
         PlacementError: the device does not exist.
         StageError: a layer failed. The message names the layer and its input.
     """
-    example, feeds = (
-        unmarked(example),
-        {name: unmarked(tree) for name, tree in (feeds or {}).items()},
-    )
+    example = unmarked(example)
+    feeds = {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     row = layers_of(layers, params, state, feeds)
     name, numbers = optimizer_state(optimizer)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
-    measured = Pass(
-        train=train, device=known_device("cpu" if str(device) == "meta" else device)
-    ).run(row, example, feeds, flags)
+    kernels = known_device("cpu" if str(device) == "meta" else device)
+    measured = Pass(train=train, device=kernels).run(row, example, feeds, flags)
     seen: set[int] = set()
     kept: set[int] = set()
     out: list[LayerMemory] = []
     for layer, layer_flags, sizes in zip(row, flags, measured, strict=True):
         seen = set() if layer.whole else seen  # stages have separate copies; layers share tensors
         counted = _numbers(layer, layer_flags, numbers, seen)
-        residual = (
-            sizes.held()
-            if layer.whole
-            else {value: sizes.kept[value] for value in sizes.kept if value not in kept}
-        )
-        activations = sizes.inner + sum(residual.values())
+        residual = sum(sizes.held().values()) if layer.whole else besides(sizes.kept, kept)
+        activations = sizes.inner + residual
         kept |= sizes.kept.keys()
         out.append(LayerMemory.of(layer.name, counted, activations if train else 0, sizes))
     return Memory(tuple(out), name if train else "no optimizer", train)
@@ -321,22 +316,11 @@ def _numbers(
 def _stage(row: Sequence[LayerMemory], popped: set[str], train: bool) -> LayerMemory:
     joined = join([layer.measured for layer in row], popped)
     first, last = row[0].name, row[-1].name
-    columns = zip(
-        *((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row),
-        strict=True,
-    )
-    sums = [sum(column) for column in columns]
+    sums = [sum(column) for column in zip(*map(_model_sizes, row), strict=True)]
     activations = joined.inner + sum(joined.held().values()) if train else 0
     return LayerMemory.of(first if len(row) == 1 else f"{first}-{last}", sums, activations, joined)
 
 
-def _row(layer: LayerMemory) -> list[str]:
-    sizes = (
-        layer.parameters,
-        layer.buffers,
-        layer.gradients,
-        layer.optimizer,
-        layer.activations,
-        layer.output,
-    )
-    return [layer.name, *map(size_of, sizes)]
+def _row(name: str, layer: LayerMemory) -> tuple[str, ...]:
+    sizes = *_model_sizes(layer), layer.activations, layer.output
+    return (name, *map(size_of, sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,11 +16,8 @@ StateSize: TypeAlias = Callable[[tuple[int, ...]], float]
 """Maps the shape of a parameter to the number of state elements."""
 
 
-def _copies(count: float) -> StateSize:
-    def numbers(shape: tuple[int, ...]) -> float:
-        return count * torch.Size(shape).numel()
-
-    return numbers
+def _copies(count: float, shape: tuple[int, ...]) -> float:
+    return count * torch.Size(shape).numel()
 
 
 def _factored(shape: tuple[int, ...]) -> float:
@@ -30,26 +28,28 @@ def _factored(shape: tuple[int, ...]) -> float:
     return float(stacked * (shape[-2] + shape[-1]))
 
 
-_TABLE: dict[str, StateSize] = {
-    "sgd": _copies(0),
-    "momentum": _copies(1),
-    "adam": _copies(2),
-    "adamw": _copies(2),
-    "adamax": _copies(2),
-    "nadam": _copies(2),
-    "radam": _copies(2),
-    "sparseadam": _copies(2),
-    "amsgrad": _copies(3),
-    "rmsprop": _copies(1),
-    "adagrad": _copies(1),
-    "adadelta": _copies(2),
-    "rprop": _copies(2),
-    "asgd": _copies(1),
-    "lion": _copies(1),
-    "muon": _copies(1),
-    "adafactor": _factored,
+_COPIES: dict[str, int] = {
+    "sgd": 0,
+    "momentum": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "sparseadam": 2,
+    "amsgrad": 3,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "adadelta": 2,
+    "rprop": 2,
+    "asgd": 1,
+    "lion": 1,
+    "muon": 1,
 }
-"""By the name of the optimizer in lower case. Scalars (step counts) are not counted."""
+"""The state elements for each element of the parameter, by the name of the optimizer in lower case.
+Scalars (step counts) are not counted."""
+
+_KNOWN = (*_COPIES, "adafactor")
 
 _EXTRA: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",),
@@ -78,26 +78,25 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
         and not isinstance(optimizer, bool)
         and 0 <= optimizer < float("inf")
     ):
-        return f"{optimizer:g} x", _copies(optimizer)
+        return f"{optimizer:g} x", partial(_copies, optimizer)
     if isinstance(optimizer, str):
         name, options = "".join(c for c in optimizer.lower() if c.isalnum()), {}
     else:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        names = [base.__name__.lower() for base in kind.__mro__ if base.__name__.lower() in _TABLE]
+        names = [base.__name__.lower() for base in kind.__mro__ if base.__name__.lower() in _KNOWN]
         name = names[0] if names else kind.__name__.lower()
         options = _options(optimizer)
-    if name not in _TABLE:
-        mend = similar(name, _TABLE, "did you mean {!r}? ")
+    if name not in _KNOWN:
+        mend = similar(name, _KNOWN, "did you mean {!r}? ")
         raise PlanError(
             f"the size of the state of the optimizer {optimizer!r} is unknown; {mend}The table has "
-            f"{', '.join(_TABLE)}; otherwise give the bytes of state per byte of parameters: "
+            f"{', '.join(_KNOWN)}; otherwise give the bytes of state per byte of parameters: "
             "optimizer=2"
         )
+    if name == "adafactor":
+        return name, _factored
     extra = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
-    base = _TABLE[name]
-    if not extra:
-        return name, base
-    return name, lambda shape: base(shape) + extra * torch.Size(shape).numel()
+    return name, partial(_copies, _COPIES[name] + extra)
 
 
 def _options(optimizer: Any) -> Mapping[str, Any]:

@@ -28,9 +28,8 @@ from funcpipe._src.engine.switches import SwitchWatch
 from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe._src.models.example import unmarked
-from funcpipe._src.models.policy import Units
 from funcpipe._src.models.split import split
-from funcpipe._src.stages.bound import Bound, Program, StageArgs
+from funcpipe._src.stages.bound import Bound, Program, StageArgs, StageOut
 from funcpipe._src.stages.context import (
     CallerContext,
     cores,
@@ -123,23 +122,20 @@ def profile(
             "profile takes the layers first, profile(layers, example); got a tensor as layers"
         )
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
-        layers = split(layers, policy=_each_unit, example=example, check=False)
-    example, feeds = (
-        unmarked(example),
-        {name: unmarked(tree) for name, tree in (feeds or {}).items()},
-    )
+        layers = split(
+            layers, policy=lambda units, _: [1] * len(units), example=example, check=False
+        )
+    example = unmarked(example)
+    feeds = {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     _check_counts(repeats, warmup, threads_per_lane, lanes)
     row = layers_of(layers, params, state, feeds)
     _check_numbers(row, example, feeds)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
-    clock = _Clock(known_device(device))
-    _check_lanes(lanes, row, clock.device)
-    sweep = _Sweep(row, flags, clock, train=train, seed=seed)
-    context, threads, available = (
-        CallerContext(),
-        threads_per_lane or torch.get_num_threads(),
-        cores(),
-    )
+    where = known_device(device)
+    _check_lanes(lanes, row, where)
+    sweep = _Sweep(row, flags, where, train=train, seed=seed)
+    threads, available = threads_per_lane or torch.get_num_threads(), cores()
+    context = CallerContext()
     total = lanes * (warmup + repeats) * len(row)
 
     def sweep_often(lane: int) -> list[list[_Times]]:
@@ -169,28 +165,24 @@ def profile(
         residuals: dict[str, Any] = {}
         if measure_memory:
             told.phase("memory")
-            args: dict[str, Any] = {
-                "params": params,
-                "state": state,
-                "feeds": feeds,
-                "trainable": trainable,
-            }
-            held = memory(layers, example, train=train, device=device, **args)
+            held = memory(
+                layers,
+                example,
+                params=params,
+                state=state,
+                feeds=feeds,
+                trainable=trainable,
+                train=train,
+                device=device,
+            )
             kept = [
                 found.kept(layer.activations, layer.weight_residual)
                 for found, layer in zip(times, held, strict=True)
             ]
-            residuals = {
-                "residual": tuple(a for a, _ in kept),
-                "weight_residual": tuple(b for _, b in kept),
-            }
+            columns = zip(*kept, strict=True)
+            residuals = dict(zip(("residual", "weight_residual"), columns, strict=True))
     forward, whole, inputs, weights, *_ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
-
-
-def _each_unit(units: Units, num_stages: int | None) -> Sequence[int]:
-    """Make a stage of each unit, to measure it."""
-    return [1] * len(units)
 
 
 class _Times(NamedTuple):
@@ -219,27 +211,10 @@ class _Times(NamedTuple):
 
 
 def _medians(times: Sequence[_Times]) -> _Times:
-    """The medians of several measurements of one layer."""
     forward, whole, inputs, weights = (
         median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True)
     )
     return times[0]._replace(forward=forward, whole=whole, inputs=inputs, weights=weights)
-
-
-class _Clock:
-    """Times calls on a device, and waits until the device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.wait = partial(torch.get_device_module(device).synchronize, device)
-
-    def time(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds of a call, and its result."""
-        self.wait()
-        began = perf_counter()
-        result = call()
-        self.wait()
-        return perf_counter() - began, result
 
 
 class _Sweep:
@@ -249,12 +224,12 @@ class _Sweep:
         self,
         layers: Sequence[Layer],
         flags: Sequence[Sequence[bool]],
-        clock: _Clock,
+        device: torch.device,
         *,
         train: bool,
         seed: int,
     ) -> None:
-        self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
+        self.layers, self.flags, self.device, self.train = layers, flags, device, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
         # Stages are not thread-safe: no stage may run on two threads at once.
         self.turns = {id(layer.stage): threading.Lock() for layer in layers}
@@ -273,7 +248,6 @@ class _Sweep:
             raise
 
     def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
-        """Return the times of all layers."""
         x = given(self._on_device(example))
         fed = {name: given(self._on_device(tree)) for name, tree in feeds.items()}
         skips: dict[str, Border] = {}
@@ -298,41 +272,46 @@ class _Sweep:
     def _layer(
         self, number: int, args: StageArgs, skips: dict[str, Border]
     ) -> tuple[_Times, Border]:
-        flags = self.flags[number]
-        forward, whole, y, stash = self._calls(number, args, flags)
-        skips |= stash
-        halves = self._halves(number, args, flags) if self.train else None
-        return _Times(forward, whole, *(halves or (whole, 0.0, None, None))), y
-
-    def _halves(
-        self, number: int, args: StageArgs, flags: Sequence[bool]
-    ) -> tuple[float, float, int | None, int] | None:
-        """Return I, W and their bytes as in `_Times`. None: I is the whole backward."""
-        bound = self._bound(number, args, flags)
-        out = bound.forward(args, keep=True)
-        stash = {name: [_ones(border)] for name, border in out.stash.items()}
-        program = None if isinstance(out.residual, EagerResidual) else out.residual.nbytes
-        inputs, (_, weight_residual) = self.clock.time(
-            lambda: bound.backward(out.residual, _ones(out.y), stash, split=True)
-        )
-        left = (
-            None if weight_residual is None else weight_residual.nbytes
-        )  # before W, which frees it
-        weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
+        """Return the times of a layer, and its output. Adds its stash to the skips."""
+        bound = self._bound(number, args)
+        forward, out = self._time(lambda: bound.forward(args, keep=self.train))
+        skips |= out.stash
+        whole = self._backward(bound, out)[0] if self.train else 0.0
         bound.release()
-        return None if left is None else (inputs, weights, program, left)
+        times = _Times(forward, whole, inputs=whole, weights=0.0)
+        return self._with_halves(times, number, args) if self.train else times, out.y
 
-    def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
+    def _with_halves(self, times: _Times, number: int, args: StageArgs) -> _Times:
+        """Measure I and W of a layer, too. Unchanged times: I is the whole backward."""
+        bound = self._bound(number, args)
+        out = bound.forward(args, keep=True)
+        program = None if isinstance(out.residual, EagerResidual) else out.residual.nbytes
+        inputs, residual = self._backward(bound, out, split=True)
+        if residual is not None:
+            left = residual.nbytes  # before W, which frees it
+            weights, _ = self._time(lambda: bound.backward_weight(residual))
+            times = times._replace(inputs=inputs, weights=weights, program=program, left=left)
+        bound.release()
+        return times
+
+    def _backward(self, bound: Bound, out: StageOut, *, split: bool = False) -> tuple[float, Any]:
+        """Time B, or with ``split`` I. Returns the seconds, and the residual of W or None."""
+        y, stash = _ones(out.y), {name: [_ones(border)] for name, border in out.stash.items()}
+        seconds, (_, residual) = self._time(
+            lambda: bound.backward(out.residual, y, stash, split=split)
+        )
+        return seconds, residual
+
+    def _bound(self, number: int, args: StageArgs) -> Bound:
         """Bind the stage of a layer, and do its work that happens once per run."""
         layer = self.layers[number]
-        params, state = self._on_device(layer.params), self._on_device(layer.state)
         program: Program = layer.stage.program or EagerBound
         bound = program(
             layer.stage,
             number,
-            params,
-            state,
-            trainable=flags,
+            self._on_device(layer.params),
+            self._on_device(layer.state),
+            trainable=self.flags[number],
             train=self.train,
             backwards=self.train,
             keys=self.keys,
@@ -344,22 +323,17 @@ class _Sweep:
             bound.forward(args, keep=self.train)
         return bound
 
-    def _calls(
-        self, number: int, args: StageArgs, flags: Sequence[bool]
-    ) -> tuple[float, float, Border, dict[str, Border]]:
-        """Return the times of F and B of a layer, and the output and stash of F."""
-        bound = self._bound(number, args, flags)
-        forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
-        whole = 0.0
-        if self.train:
-            stash = {name: [_ones(border)] for name, border in out.stash.items()}
-            y = _ones(out.y)
-            whole, _ = self.clock.time(lambda: bound.backward(out.residual, y, stash))
-        bound.release()
-        return forward, whole, out.y, out.stash
+    def _time(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds of a call until the device is done, and its result."""
+        synchronize = partial(torch.get_device_module(self.device).synchronize, self.device)
+        synchronize()
+        began = perf_counter()
+        result = call()
+        synchronize()
+        return perf_counter() - began, result
 
     def _on_device(self, tree: Tree) -> Tree:
-        return map_tensors(lambda tensor: tensor.detach().to(self.clock.device), tree)
+        return map_tensors(lambda tensor: tensor.detach().to(self.device), tree)
 
 
 def _ones(border: Border) -> list[Tensor | None]:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from operator import attrgetter
+from typing import Any
 
 from funcpipe._src.core.progress import ProgressTo, telling
 from funcpipe._src.core.tree import Tree
@@ -22,15 +23,6 @@ from funcpipe._src.engine.run import run
 from funcpipe._src.measuring.row import refuse_counts
 from funcpipe._src.stages.context import checked_plan
 from funcpipe._src.stages.trainable import Trainable
-
-
-@runtime_checkable
-class Joining(Protocol):
-    """An executor that spans several processes, like `ranks`."""
-
-    def timeline(self, result: Result) -> Timeline:
-        """Return the timeline of a recorded run with the lanes of all processes."""
-        ...
 
 
 def profile_plan(
@@ -85,8 +77,10 @@ def profile_plan(
     """
     keeps = executor is None and suiting(checked_plan("profile_plan", plan)).threaded
     refuse_counts(("repeats", repeats, 1), ("warmup", warmup, 0))
-    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     kept: AbstractContextManager[ExecutorLike] = lanes(plan) if keeps else nullcontext(executor)
+    # `ranks` joins the lanes of all processes.
+    join: Callable[[Result], Timeline | None]
+    join = getattr(executor, "timeline", attrgetter("timeline"))
     timelines: list[Timeline] = []
     with (
         telling("profile_plan", progress, unit="runs", total=warmup + repeats) as told,
@@ -98,14 +92,15 @@ def profile_plan(
                 plan,
                 params,
                 batch,
-                **options,
+                state=state,
+                feeds=feeds,
+                seed=seed,
+                trainable=trainable,
                 executor=lanes_or_other,
                 threads_per_lane=threads_per_lane,
                 record=True,
             )
-            timeline = (
-                executor.timeline(result) if isinstance(executor, Joining) else result.timeline
-            )
+            timeline = join(result)
             assert timeline is not None
             if number >= warmup:
                 timelines.append(timeline)

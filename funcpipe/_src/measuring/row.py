@@ -95,12 +95,12 @@ def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...
         for i, entry in enumerate(entries)
         if not isinstance(entry, Stage)
     ]
-    faults += [] if entries else ["the list is empty"]
-    faults += (
-        ["params= is missing; give one tree per stage, () for a stage without parameters"]
-        if params is None
-        else []
-    )
+    if not entries:
+        faults.append("the list is empty")
+    if params is None:
+        faults.append(
+            "params= is missing; give one tree per stage, () for a stage without parameters"
+        )
     faults += [
         f"{option} has {len(trees)} trees for {len(entries)} stages"
         for option, trees in (("params", params), ("state", state))
