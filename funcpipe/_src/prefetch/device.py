@@ -68,12 +68,8 @@ class ToDevice:
         backend = Place.backend
         if backend.lies_on(leaf, device):
             return leaf
-        if (
-            self.pin
-            and leaf.device.type == "cpu"
-            and torch.cuda.is_available()
-            and not leaf.is_pinned()
-        ):
+        pinnable = self.pin and leaf.device.type == "cpu" and torch.cuda.is_available()
+        if pinnable and not leaf.is_pinned():
             if self.pin != "warn":
                 leaf = leaf.pin_memory()
             elif not self.warned:
@@ -98,9 +94,9 @@ class ToDevice:
         # ``to`` of transformers' BatchEncoding changes the object itself: move a copy.
         if isinstance(leaf, (dict, UserDict)):
             leaf = shallow_copy(cast("Any", leaf))
-        return leaf.to(
-            device, **({"non_blocking": True} if queued and _takes_non_blocking(leaf.to) else {})
-        )
+        if queued and _takes_non_blocking(leaf.to):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device)
 
 
 def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
@@ -134,11 +130,8 @@ def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
 def _device(leaf: Any) -> torch.device | None:
     try:
         return None if leaf is None else numbered(torch.device(leaf))
-    except (
-        RuntimeError,
-        TypeError,
-        AssertionError,
-    ) as error:  # an unknown name, or a kind of device that this torch was built without
+    except (RuntimeError, TypeError, AssertionError) as error:
+        # An unknown name, or a kind of device that this torch was built without.
         raise PlanError(
             f"to_device takes a device, or a tree of them; got {leaf!r}: {error}"
         ) from error

@@ -46,7 +46,6 @@ class TimedQueue(SimpleQueue[Any]):
     waited = 0.0
 
     def take(self) -> Any:
-        """Wait for the next item."""
         start = perf_counter()
         item = self.get()
         self.waited += perf_counter() - start
@@ -63,7 +62,6 @@ class CallerModes:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Return a context in which these modes are active."""
         stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with self.context.entered(), torch.set_grad_enabled(self.grad), stream:
             yield
@@ -112,22 +110,20 @@ class OverlapState:
         Raises:
             FuncpipeError: the fold wrote into an older state, which a stage may be reading.
         """
-        for place, tensor, before in (
-            entry for state in self.states.values() for entry in state.versions
-        ):
-            if version(tensor) != before:
-                raise FuncpipeError(
-                    f"the fold writes into its state in place ({place}), but a stage with lag= "
-                    "reads older states; return new tensors (clone them, or use a functional "
-                    "optimizer)"
-                )
+        for state in self.states.values():
+            for place, tensor, before in state.versions:
+                if version(tensor) != before:
+                    raise FuncpipeError(
+                        f"the fold writes into its state in place ({place}), but a stage with lag= "
+                        "reads older states; return new tensors (clone them, or use a functional "
+                        "optimizer)"
+                    )
         named = zip(locations(tree, "state"), flatten(tree)[0], strict=True) if self._lag else ()
-        tensors = [
-            (place, leaf)
+        versions = [
+            (place, leaf, version(leaf))
             for place, leaf in named
             if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
-        versions = [(place, leaf, version(leaf)) for place, leaf in tensors]
         self.states[number] = OldState(tree, self.here.marks(), versions)
         self.states.pop(number - self._lag - 1, None)  # no stage reads further back than the lag
 
@@ -177,7 +173,6 @@ class BatchRow:
         self.batches, self.busy, self.ended = 0, 0.0, False
 
     def stats(self) -> StageStats:
-        """Return the work and the waits of this row so far."""
         waited = 0.0 if self.input is None else self.input.waited
         return StageStats(self.plan.name, self.batches, self.busy, waited, self.room.waited)
 
@@ -208,12 +203,9 @@ class BatchRow:
             return item
         start = perf_counter()
         try:
-            named = (
-                named_range(f"{self.plan.name} {self.batch}", self.ranges)
-                if self.ranges
-                else nullcontext()
-            )
-            with self.streams.entered(), named:
+            words = f"{self.plan.name} {self.batch}"
+            ranged = named_range(words, self.ranges) if self.ranges else nullcontext()
+            with self.streams.entered(), ranged:
                 self.streams.wait(item.marks)
                 self.streams.use(item.value, item.marks)
                 made = self._drawn() if self.stage is None else self._called(self.stage, item.value)

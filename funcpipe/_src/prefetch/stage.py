@@ -246,9 +246,8 @@ class TickPlan:
         wide = max(len(row.name) for row in self.rows)
         lines = ["at tick t, batch t is made ready:"]
         for row in (self.rows[number] for number in self.order):
-            batch = (
-                ("up to " if row.thread else "") + "batch t" + (f"+{row.lead}" if row.lead else "")
-            )
+            ahead = f"+{row.lead}" if row.lead else ""
+            batch = f"{'up to ' if row.thread else ''}batch t{ahead}"
             lag = "" if row.lag is None else f", reads the state of {row.lag} before"
             lines.append(f"  {row.name:<{wide}}  {batch:<16}  on {row.lane}{lag}")
         return "\n".join(lines)

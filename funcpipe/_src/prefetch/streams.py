@@ -39,7 +39,6 @@ class StreamSet:
         self._streams = None if streams is None else {device: streams[device] for device in devices}
 
     def now(self) -> Mapping[torch.device, Any]:
-        """Return the stream of each device."""
         if self._streams is not None:
             return self._streams
         return {
@@ -50,10 +49,9 @@ class StreamSet:
     def entered(self) -> Generator[None]:
         """Return a context in which operations are queued on these streams."""
         with ExitStack() as stack:
-            for device in reversed(
-                self.devices if self._streams else ()
-            ):  # the first is the current device
-                stack.enter_context(Place.backend.module(device).stream(self.now()[device]))
+            # Reversed, so that the first device is the current one.
+            for device, stream in reversed([*(self._streams or {}).items()]):
+                stack.enter_context(Place.backend.module(device).stream(stream))
             yield
 
     def wait(self, marks: Iterable[Mark]) -> None:
