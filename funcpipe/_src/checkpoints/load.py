@@ -156,12 +156,12 @@ def _read_model(
     wanted = {key: manifest.model[key] for row in keys.values() for key in row}
     tensors = read_tensors(path, manifest, wanted)
     for name, row in keys.items():
-        shape = tuple(own[name].leaf.shape)
-        shapes = {key: tuple(tensors[key].shape) for key in row}
-        others = {key: there for key, there in shapes.items() if there != shape}
+        shape = own[name].leaf.shape
         faults += [
-            f"{key!r} has shape {there} in the checkpoint, and {shape} in the model"
-            for key, there in others.items()
+            f"{key!r} has shape {tuple(tensors[key].shape)} in the checkpoint, and {tuple(shape)} "
+            "in the model"
+            for key in row
+            if tensors[key].shape != shape
         ]
     raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError, most=8)
     faults = [
@@ -211,9 +211,8 @@ def _fill(
             elif id(leaf) not in fresh:
                 device = "cpu" if leaf.is_meta else leaf.device
                 new = spread_like(leaf, tensor.to(leaf.dtype).to(device, copy=True))
-                new = (
-                    nn.Parameter(new, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else new
-                )
+                if isinstance(leaf, nn.Parameter):
+                    new = nn.Parameter(new, leaf.requires_grad)
                 fresh[id(leaf)] = new.requires_grad_(leaf.requires_grad)
                 if entry.kind == "rest" and isinstance(model, Split):
                     model.rest[entry.name] = fresh[id(leaf)]

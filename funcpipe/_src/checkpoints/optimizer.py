@@ -179,9 +179,10 @@ def _encoded(value: Any, key: str, tensors: dict[str, Tensor] | None, faults: li
         row = [_encoded(each, f"{key}/{n}", tensors, faults) for n, each in enumerate(value)]
         return row if type(value) is list else {"tuple": row}
     if isinstance(value, Mapping) and all(type(name) in (str, int) for name in value):
-        pairs: list[Any] = []
-        for name, own in value.items():
-            pairs.append([name, _encoded(own, f"{key}/{_escaped(str(name))}", tensors, faults)])
+        pairs = [
+            [name, _encoded(own, f"{key}/{_escaped(str(name))}", tensors, faults)]
+            for name, own in value.items()
+        ]
         return {"dict": pairs}
     kind = type(value).__name__
     faults.append(f"{key} is a {kind}, not a number, a text, a tensor, or a container of these")

@@ -10,7 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, overload
 from weakref import WeakSet, finalize
@@ -59,10 +58,10 @@ class Saving:
         self.path, self._group, self._manifest, self._files = path, group, manifest, files
         self._over = False
         _unfinished.add(self)
-        drop = partial(_discard, group, path, manifest.folder)
+        # Without `finish`, the files are removed as soon as they are written.
         self._dropped = finalize(
-            self, files.add_done_callback, lambda _: drop()
-        )  # when they are written
+            self, files.add_done_callback, lambda _: _discard(group, path, manifest.folder)
+        )
         self._dropped.atexit = False
 
     @guarded
