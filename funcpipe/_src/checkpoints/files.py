@@ -26,8 +26,7 @@ from funcpipe._src.core.errors import CheckpointError, raise_all
 MANIFEST = "funcpipe.json"
 _FORMAT = "funcpipe checkpoint 1"
 
-Files = dict[str, tuple[int, str]]
-"""Size and hash of each file, by name."""
+Files = dict[str, tuple[int, str]]  # size and hash of each file, by name
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,7 @@ class Saving:
             self._dropped.detach()
 
 
-_unfinished: WeakSet[Saving] = WeakSet()
-"""All unfinished savings that are still referenced."""
+_unfinished: WeakSet[Saving] = WeakSet()  # all unfinished savings that are still referenced
 
 
 @overload

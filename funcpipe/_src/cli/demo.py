@@ -24,8 +24,7 @@ from funcpipe._src.cli.words import FAMILIES, unwritable
 from funcpipe._src.core.errors import bullets
 from funcpipe._src.core.tree import map_tensors
 
-ROWS = 1497
-"""The number of training images."""
+ROWS = 1497  # the number of training images
 
 
 def option(default: Any, help: str, **keywords: Any) -> Any:
@@ -244,26 +243,18 @@ def setup(options: DemoOptions) -> tuple[fp.Plan, tuple[Any, ...], tuple[Any, ..
 
 @dataclass(frozen=True)
 class Learned:
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-        before: params, state, batch and seed of the last step, before the step.
-        loss, grads: the results of the last step.
-        timeline: the timeline of the last step, with all lanes.
-        accuracy: the accuracy on the test images; nan if another process has the outputs.
-        tested: the number of test images.
-        seconds: the duration of the training.
-        report: the report of the last step, if it was requested.
-    """
-
+    # Params, state, batch and seed of the last step, before the step.
     before: tuple[tuple[Any, ...], tuple[Any, ...], Any, int]
+    # `loss`, `grads`: the results of the last step.
     loss: Tensor
     grads: tuple[Any, ...]
-    timeline: fp.Timeline
-    accuracy: float
-    tested: int
-    seconds: float
-    report: fp.typing.Report | None = None
+    timeline: fp.Timeline  # the timeline of the last step, with all lanes
+    accuracy: float  # the accuracy on the test images; nan if another process has the outputs
+    tested: int  # the number of test images
+    seconds: float  # the duration of the training
+    report: fp.typing.Report | None = None  # the report of the last step, if it was requested
 
 
 def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned:

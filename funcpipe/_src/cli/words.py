@@ -50,8 +50,7 @@ A file can have a number for each stage (comm: for each hop), and the skips as [
   {"funcpipe": "cost", "version": 1, "forward": [1, 1, 1, 2], "skips": [[0, 3, 0.5]]}
 To write such a file from the result of fp.models.profile, use fp.schedules.to_json.
 """
-_MOST = 10**6
-"""The most forwards: more are a typing error, and would take minutes."""
+_MOST = 10**6  # the most forwards: more are a typing error, and would take minutes
 
 
 def source(

@@ -109,8 +109,7 @@ class Live(WatchingMode):
         return key in self._sizes
 
 
-Bytes = dict[int, int]
-"""Sizes of the values between layers, by the values' numbers."""
+Bytes = dict[int, int]  # sizes of the values between layers, by the values' numbers
 
 
 def merged(rows: Iterable[Bytes]) -> Bytes:
@@ -119,54 +118,38 @@ def merged(rows: Iterable[Bytes]) -> Bytes:
 
 
 class WeightResidual(NamedTuple):
-    """The memory that an eager layer keeps between I and W, in bytes.
+    """The memory that an eager layer keeps between I and W, in bytes."""
 
-    Attributes:
-        inner: tensors in the graph that the layer makes.
-        kept: tensors in the graph that the layer gets.
-        gradients: the gradients that wait for W.
-    """
-
-    inner: int
-    kept: Bytes
-    gradients: int
+    inner: int  # tensors in the graph that the layer makes
+    kept: Bytes  # tensors in the graph that the layer gets
+    gradients: int  # the gradients that wait for W
 
     @property
     def nbytes(self) -> int:
         return self.inner + sum(self.kept.values()) + self.gradients
 
 
-NOTHING_WAITS = WeightResidual(0, {}, 0)
-"""I is the whole backward."""
+NOTHING_WAITS = WeightResidual(0, {}, 0)  # I is the whole backward
 
 
 class Measured(NamedTuple):
-    """The memory of one layer, in bytes.
+    """The memory of one layer, in bytes."""
 
-    Attributes:
-        inner: tensors kept for the backward that the layer makes and does not pass on.
-        kept: tensors kept for the backward that the layer gets or passes on.
-        inputs, outputs, stash, pops: the values that the layer gets and passes on; stash and pops
-            by name.
-        gradient: the gradient of the output.
-        forward: the peak of the tensors that the forward makes.
-        backward: the peak that the backward adds to the memory before it (kept tensors, the
-            gradient of the output, gradient sums).
-        weights: memory that the layer keeps between I and W.
-        has_input: whether an input of the layer has a gradient. If not, W is the whole backward.
-    """
-
-    inner: int
-    kept: Bytes
+    inner: int  # tensors kept for the backward that the layer makes and does not pass on
+    kept: Bytes  # tensors kept for the backward that the layer gets or passes on
+    # `inputs`, `outputs`, `stash`, `pops`: the values that the layer gets and passes on; stash and
+    # pops by name.
     inputs: Bytes
     outputs: Bytes
     stash: dict[str, Bytes]
     pops: dict[str, Bytes]
-    gradient: int
-    forward: int
+    gradient: int  # the gradient of the output
+    forward: int  # the peak of the tensors that the forward makes
+    # The peak that the backward adds to the memory before it (kept tensors, the gradient of the
+    # output, gradient sums).
     backward: int
-    weights: WeightResidual
-    has_input: bool
+    weights: WeightResidual  # memory that the layer keeps between I and W
+    has_input: bool  # whether an input of the layer has a gradient. If not, W is the whole backward
 
     def held(self) -> Bytes:
         """The values of the residual, without the inner ones: kept, or at the borders."""
@@ -216,20 +199,16 @@ class _Source(torch.autograd.Function):
 
 
 class _Forward(NamedTuple):
-    """The results of a layer's forward.
+    """The results of a layer's forward."""
 
-    Attributes:
-        storages: the storage and the size of each value that the layer gets or passes on.
-        y, stash: its output and its stash.
-        roots: the roots of its graph, with descriptions of their gradients.
-        peak: the peak of the forward.
-    """
-
+    # The storage and the size of each value that the layer gets or passes on.
     storages: dict[int, tuple[int, int]]
+    # `y`, `stash`: its output and its stash.
     y: _PlacedTree
     stash: dict[str, _PlacedTree]
+    # The roots of its graph, with descriptions of their gradients.
     roots: list[tuple[GradientEdge, _TensorSpec]]
-    peak: int
+    peak: int  # the peak of the forward
 
 
 class Pass:

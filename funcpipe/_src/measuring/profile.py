@@ -42,8 +42,7 @@ from funcpipe._src.stages.residual import EagerResidual
 from funcpipe._src.stages.rng import Keys
 from funcpipe._src.stages.trainable import Trainable, trainable_leaves
 
-_PROGRESS_SECONDS = 0.1
-"""Seconds between two updates of the progress of other threads."""
+_PROGRESS_SECONDS = 0.1  # seconds between two updates of the progress of other threads
 
 
 def profile(
@@ -186,21 +185,17 @@ def profile(
 
 
 class _Times(NamedTuple):
-    """The measurements of one layer.
+    """The measurements of one layer."""
 
-    Attributes:
-        forward, whole, inputs, weights: seconds of F, B, I and W.
-        program: bytes that a compiled stage keeps between F and its backward. None: autograd keeps
-            the residual.
-        left: bytes that programs keep between I and W. None: nothing waits for W.
-    """
-
+    # `forward`, `whole`, `inputs`, `weights`: seconds of F, B, I and W.
     forward: float
     whole: float
     inputs: float
     weights: float
+    # Bytes that a compiled stage keeps between F and its backward. None: autograd keeps the
+    # residual.
     program: int | None = None
-    left: int | None = None
+    left: int | None = None  # bytes that programs keep between I and W. None: nothing waits for W
 
     def kept(self, activations: int, weight_residual: int) -> tuple[int, int]:
         """Bytes between F and its backward, and between I and W. The arguments are the bytes
@@ -234,8 +229,7 @@ class _Sweep:
         # Stages are not thread-safe: no stage may run on two threads at once.
         self.turns = {id(layer.stage): threading.Lock() for layer in layers}
         self.told = Teller()
-        self.done = 0
-        """The number of layers that all threads have measured."""
+        self.done = 0  # the number of layers that all threads have measured
         self._count, self._stopped = count(1), False
 
     @contextmanager

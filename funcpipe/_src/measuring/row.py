@@ -20,20 +20,14 @@ from funcpipe._src.stages.explain import described
 
 
 class Layer(NamedTuple):
-    """One layer or stage to measure.
+    """One layer or stage to measure."""
 
-    Attributes:
-        stage: the stage to call.
-        params, state: its tensors, which are only read.
-        name: its name in tables and errors.
-        whole: True: a stage that runs as it is. False: a layer, of which stages will be made.
-    """
-
-    stage: Stage
+    stage: Stage  # the stage to call
+    # `params`, `state`: its tensors, which are only read.
     params: Tree
     state: Tree
-    name: str
-    whole: bool
+    name: str  # its name in tables and errors
+    whole: bool  # True: a stage that runs as it is. False: a layer, of which stages will be made
 
 
 def layers_of(

@@ -44,10 +44,8 @@ def _uses(kind: type) -> AttributeUses:
     counted: list[str] = []
     loaded: list[str] = []
     for code in _reachable(kind):
-        names, consts = (
-            set(code.co_names),
-            {const for const in code.co_consts if isinstance(const, str)},
-        )
+        names = set(code.co_names)
+        consts = {const for const in code.co_consts if isinstance(const, str)}
         mentioned |= names | consts
         if names & _LOOKUPS:
             read |= consts

@@ -22,12 +22,9 @@ _LETTERS = frozenset("EtmL|")
 """Embedding, transformer layer, MTP layer, loss, and the end of a stage."""
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]+)"), re.compile(r"([^()*])\*([0-9]+)"))
 """``(...)*n`` and ``x*n``, in the order in which Megatron expands them."""
-_MOST = 100_000
-"""The most letters of an expanded layout."""
-_FEW = 3
-"""Fewer equal stages, or equal letters, are written one by one."""
-_MANY = re.compile(rf"([tm])\1{{{_FEW},}}")
-"""Equal letters that are written with their number."""
+_MOST = 100_000  # the most letters of an expanded layout
+_FEW = 3  # fewer equal stages, or equal letters, are written one by one
+_MANY = re.compile(rf"([tm])\1{{{_FEW},}}")  # equal letters that are written with their number
 _ENDS = "give ends=True if the embedding and the head are layers of their own"
 
 

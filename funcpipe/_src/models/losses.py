@@ -20,8 +20,7 @@ from funcpipe._src.models.configs import is_of_transformers
 from funcpipe._src.models.module import syntax_of
 from funcpipe._src.models.traced.signature import as_call
 
-IGNORED = -100
-"""The label that losses ignore, by torch's convention."""
+IGNORED = -100  # the label that losses ignore, by torch's convention
 
 Counter = Callable[[Mapping[str, Any]], Any]
 """Maps inputs by name to the number of labels that count. None: microbatches count by rows."""
@@ -41,10 +40,10 @@ class ModelLoss:
         if loss is None:
             where, labels = f" at {'.'.join(map(str, self.path or ()))}", ""
             if self.path is None:
-                where, labels = (
-                    "",
+                where = ""
+                labels = (
                     "if the model computes the loss from labels, put them among the inputs: "
-                    "({..., 'labels': labels}, None); otherwise ",
+                    "({..., 'labels': labels}, None); otherwise "
                 )
             raise PlanError(
                 f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; "

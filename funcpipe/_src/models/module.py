@@ -145,10 +145,8 @@ def devices_fault(model: nn.Module) -> list[str]:
     if len(named) < 2:
         return []
     listed = ", ".join(f"{name} on {device}" for device, name in sorted(named.items()))
-    empty, placed = (
-        "either all of its tensors must have numbers, or none",
-        "move it to one device to cut it, then call fp.place(plan, params)",
-    )
+    empty = "either all of its tensors must have numbers, or none"
+    placed = "move it to one device to cut it, then call fp.place(plan, params)"
     return [f"it is on several devices ({listed}); {empty if 'meta' in named else placed}"]
 
 
@@ -318,8 +316,7 @@ class ModuleFn(PartFn):
 class ModuleCopy:
     """A private copy of the module that runs with the tensors of one bound stage."""
 
-    guards_state = True
-    """Calls check for writes into the state themselves, so the run does not."""
+    guards_state = True  # calls check for writes into the state themselves, so the run does not
 
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner

@@ -24,8 +24,7 @@ from funcpipe._src.models.ties import Home, Owner, groups, innermost, mark, tran
 from funcpipe._src.models.traced.graph import CutEdge
 from funcpipe._src.models.traced.traced import GraphFn
 
-Part = tuple[Stage, Any, Any]
-"""A stage with its params and state."""
+Part = tuple[Stage, Any, Any]  # a stage with its params and state
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from funcpipe._src.models.attribute_uses import uses_of
 from funcpipe._src.models.attributes import OPAQUE, Change, contents_of, place_inside
 from funcpipe._src.models.norms.written_buffers import has_numbers
 
-NOTHING_SHARED: Mapping[str, str] = {}
-"""The places of layers that share no objects."""
+NOTHING_SHARED: Mapping[str, str] = {}  # the places of layers that share no objects
 
 
 def unfit(module: nn.Module) -> list[str]:

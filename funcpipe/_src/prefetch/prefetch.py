@@ -47,8 +47,7 @@ _PATIENCE = 1.0
 """Seconds to wait for threads after an error, and at Python's exit for a source, which may not
 react."""
 
-_LONGEST = 30.0
-"""Seconds that Python's exit waits for a stage."""
+_LONGEST = 30.0  # seconds that Python's exit waits for a stage
 
 
 def overlap(

@@ -192,21 +192,14 @@ def _name_of(fn: Any) -> str:
 
 
 class TickRow(NamedTuple):
-    """A row of a `TickPlan`: the source, a stage or the fold.
+    """A row of a `TickPlan`: the source, a stage or the fold."""
 
-    Attributes:
-        name: the name of the stage, or "source".
-        lead: at tick t the row works on batch ``t + lead``; in a thread, on batches up to this one.
-        lane: the lane of `TickPlan.lanes` that does the work.
-        thread: whether the row has its own thread.
-        lag: the lag of the stage, or None.
-    """
-
-    name: str
+    name: str  # the name of the stage, or "source"
+    # At tick t the row works on batch ``t + lead``; in a thread, on batches up to this one.
     lead: int
-    lane: str
-    thread: bool
-    lag: int | None = None
+    lane: str  # the lane of `TickPlan.lanes` that does the work
+    thread: bool  # whether the row has its own thread
+    lag: int | None = None  # the lag of the stage, or None
 
 
 @dataclass(frozen=True)

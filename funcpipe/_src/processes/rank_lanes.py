@@ -309,7 +309,8 @@ class Ranks(Lanes):
             self._at = f"at {about} (run {self.runs})"
             sent = pack_message(self.runs, about, mine)
             known = [unpack_message(data) for data in self._open().exchange(sent)]
-            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} (run {self.runs})"
+            place = "" if self._turn.locked() else f"{OUTSIDE}, "
+            self._at = f"{place}after {about} (run {self.runs})"
             if len({(run, what) for run, what, _ in known}) > 1:
                 self.runs = max(run for run, *_ in known)
                 raise agreement.other_places(known, self.names)

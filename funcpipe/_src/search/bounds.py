@@ -21,15 +21,10 @@ from funcpipe._src.search.windows import windows_bound
 
 
 class LowerBound(NamedTuple):
-    """A time that no schedule can beat.
+    """A time that no schedule can beat."""
 
-    Attributes:
-        value: the time, in the unit of the cost.
-        binds: the reason for the bound, in words.
-    """
-
-    value: float
-    binds: str
+    value: float  # the time, in the unit of the cost
+    binds: str  # the reason for the bound, in words
 
 
 def lower_bound(problem: Problem) -> LowerBound:

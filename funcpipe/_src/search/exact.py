@@ -28,12 +28,10 @@ from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Action, Kind
 from funcpipe._src.search.problem import ROUNDING, Problem
 
-_LARGEST = 10**6
-"""The most ticks of one action; the solver is slow with larger numbers."""
+_LARGEST = 10**6  # the most ticks of one action; the solver is slow with larger numbers
 _FINE = 10**6
 """The number to which the largest memory limit is scaled, because the solver needs whole numbers."""
-MOST = 4_000
-"""The most actions of a problem; with more the solver does not finish."""
+MOST = 4_000  # the most actions of a problem; with more the solver does not finish
 _CAUSES = 60
 """The most computing actions of a device for the constraint that each start has a cause; with more
 there are too many choices."""
@@ -42,23 +40,17 @@ _TURNS = ((True, 0.2), (False, 0.35), (False, 0.6), (False, 1.0))
 order, end of the turn as a share of the seconds). Each turn restarts with the best schedule so far,
 because the time of a proof depends on luck: it may take seconds or hours."""
 
-_Starts: TypeAlias = Mapping[Action, int]
-"""The starts of the actions that run, in ticks."""
+_Starts: TypeAlias = Mapping[Action, int]  # the starts of the actions that run, in ticks
 
 
 class Solved(NamedTuple):
-    """A result of the solver.
+    """A result of the solver."""
 
-    Attributes:
-        orders: a schedule at least as short as the hint; None: none was found in time.
-        bound: no schedule is shorter, in the unit of the cost; 0 if the model does not cover all
-            schedules.
-        late: whether the time limit ended the solver.
-    """
-
+    # A schedule at least as short as the hint; None: none was found in time.
     orders: tuple[tuple[Action, ...], ...] | None
+    # No schedule is shorter, in the unit of the cost; 0 if the model does not cover all schedules.
     bound: float
-    late: bool
+    late: bool  # whether the time limit ended the solver
 
 
 def solve(

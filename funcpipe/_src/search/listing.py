@@ -131,29 +131,22 @@ class Simulation:
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """The rule by which one device picks its next action.
+    """The rule by which one device picks its next action."""
 
-    Attributes:
-        ranks: the priorities: F and I of each stage as (code, number of the stage on the device),
-            the highest first.
-        window: for each stage of the device, the most microbatches that have run F there, but not F
-            in the device's next stage (for the last stage: not I).
-        reserve: the number of residuals of the device's next stage that must still fit when a
-            forward runs.
-        worth: W fills a wait that is at least this many times as long as W.
-        owed: the most W that may be pending. If there are more, W runs first.
-        keep: the most residuals to keep. Further forwards keep none, and R recomputes them (if the
-            problem allows remat).
-        whole: run B instead of I and W on stages where B is cheaper.
-    """
-
+    # The priorities: F and I of each stage as (code, number of the stage on the device), the
+    # highest first.
     ranks: tuple[tuple[int, int], ...]
+    # For each stage of the device, the most microbatches that have run F there, but not F in the
+    # device's next stage (for the last stage: not I).
     window: tuple[int, ...]
+    # The number of residuals of the device's next stage that must still fit when a forward runs.
     reserve: int
-    worth: float
-    owed: int
+    worth: float  # W fills a wait that is at least this many times as long as W
+    owed: int  # the most W that may be pending. If there are more, W runs first
+    # The most residuals to keep. Further forwards keep none, and R recomputes them (if the problem
+    # allows remat).
     keep: int = _ALL
-    whole: bool = False
+    whole: bool = False  # run B instead of I and W on stages where B is cheaper
 
 
 class Listed(NamedTuple):

@@ -20,11 +20,9 @@ _CLASS = {F: {0}, R: {1}, B: {2, 3}, I: {2}, W: {3}, O: {4}, L: {5}}
 """The classes of each kind. Actions of one class and stage keep their order: microbatches ascend,
 backwards of slices descend."""
 
-_REACH = 6
-"""The most positions by which an action moves."""
+_REACH = 6  # the most positions by which an action moves
 
-_RELIEFS = 3
-"""The most residuals that are recomputed or offloaded for one change."""
+_RELIEFS = 3  # the most residuals that are recomputed or offloaded for one change
 
 _TURNS = 0.5
 """If actions wait for links: the probability that two actions are paired or unpaired instead of a

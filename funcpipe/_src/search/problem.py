@@ -27,8 +27,7 @@ Objective: TypeAlias = Literal["makespan", "span"]
 CodedAction: TypeAlias = tuple[int, int, int]
 """An action as (code, stage, microbatch), for fast loops over all actions."""
 
-CodedLanes: TypeAlias = list[list[CodedAction]]
-"""The actions of each device in their order."""
+CodedLanes: TypeAlias = list[list[CodedAction]]  # the actions of each device in their order
 
 
 class Score(NamedTuple):
@@ -48,26 +47,16 @@ class Problem:
 
     Times and memory by stage are those of the smallest microbatch. They bound all microbatches from
     below; `growth` has the factors of the others.
-
-    Attributes:
-        cost: times and memory.
-        device_of: the device of each stage.
-        num_microbatches: the number of microbatches, or of pieces if microbatches are cut.
-        limits: the memory limit of each device; infinite for no limit.
-        objective: the quantity to minimize, "makespan" or "span".
-        remat: whether residuals may be recomputed.
-        offload: whether residuals may move to the host.
-        num_slices: the number of slices per microbatch. All slices of a microbatch have equal times
-            and memory.
     """
 
-    cost: Cost
-    device_of: tuple[int, ...]
-    num_microbatches: int
-    limits: tuple[float, ...]
-    objective: Objective = "makespan"
-    remat: bool = False
-    offload: bool = False
+    cost: Cost  # times and memory
+    device_of: tuple[int, ...]  # the device of each stage
+    num_microbatches: int  # the number of microbatches, or of pieces if microbatches are cut
+    limits: tuple[float, ...]  # the memory limit of each device; infinite for no limit
+    objective: Objective = "makespan"  # the quantity to minimize, "makespan" or "span"
+    remat: bool = False  # whether residuals may be recomputed
+    offload: bool = False  # whether residuals may move to the host
+    # The number of slices per microbatch. All slices of a microbatch have equal times and memory.
     num_slices: int = 1
 
     @property

@@ -18,32 +18,26 @@ from funcpipe._src.search.problem import ROUNDING, Problem
 RowKey: TypeAlias = tuple[int, int]
 """(code of a kind, stage). With remat, the row (R, stage) has the actions that make residuals: F if
 the residual is kept, else R."""
-RowCounts: TypeAlias = dict[RowKey, int]
-"""A number of actions for some rows."""
+RowCounts: TypeAlias = dict[RowKey, int]  # a number of actions for some rows
 Ways: TypeAlias = Sequence[RowCounts]
 """Alternative counts, at least one of which holds; {} is no condition."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a problem, with their constraints.
+    """The rows of a problem, with their constraints."""
 
-    Attributes:
-        count: the number of actions per row.
-        device_of: the device of each stage.
-        lengths: the time of an action, by row. A row comes after the rows that it follows.
-        follows: by row, (another row, delay): the k-th action starts at least ``delay`` after the
-            end of the other row's k-th action.
-        after: by row and number, the actions of the same device that end before it starts.
-        before: by row and number, the actions of the same device that start after it ends, beyond
-            those that follow from ``after``.
-    """
-
-    count: int
-    device_of: tuple[int, ...]
+    count: int  # the number of actions per row
+    device_of: tuple[int, ...]  # the device of each stage
+    # The time of an action, by row. A row comes after the rows that it follows.
     lengths: dict[RowKey, float]
+    # By row, (another row, delay): the k-th action starts at least ``delay`` after the end of the
+    # other row's k-th action.
     follows: dict[RowKey, list[tuple[RowKey, float]]]
+    # By row and number, the actions of the same device that end before it starts.
     after: dict[RowKey, list[Ways]]
+    # By row and number, the actions of the same device that start after it ends, beyond those that
+    # follow from ``after``.
     before: dict[RowKey, list[Ways]]
 
     @property
@@ -208,10 +202,8 @@ def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
             continue
         way: RowCounts = {(I, stage): backwards}
         for other in (stage, *others):
-            residual, rest = (
-                problem.residual[other],
-                min(problem.rest[other], problem.residual[other]),
-            )
+            residual = problem.residual[other]
+            rest = min(problem.rest[other], problem.residual[other])
             made = backwards if other <= stage else max(backwards, ahead)
             way[W, other] = made - _fitting(room, rest, made)
             if other > stage:

@@ -41,8 +41,7 @@ from funcpipe._src.search.starting_points import fused, starting_points
 from funcpipe._src.search.windows import sharpened
 from funcpipe._src.view.simulate import simulate
 
-_BEGINS = 0.4
-"""The largest share of the seconds for published schedules."""
+_BEGINS = 0.4  # the largest share of the seconds for published schedules
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
 """(most actions, share): with ``exact``, rules and moves get this share of their usual time. For few
 actions the solver proves more, so it gets more time."""
@@ -51,8 +50,7 @@ _STEPS = 6
 _WRONG = 1e-6
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; more would take too long."""
-_STEP = 100
-"""One step of sharpening a bound takes about as long as this number of evaluations."""
+_STEP = 100  # one step of sharpening a bound takes about as long as this number of evaluations
 
 
 def search(
@@ -201,10 +199,8 @@ class Best:
         self.schedule: Schedule | None = None
         self.source = ""
         self._benches = {id(problem): Bench(problem) for problem in problems}
-        self.cut = False
-        """Whether the published schedules, or the solver, ran out of time."""
-        self.least = inf
-        """The least memory above the limit that a schedule needed."""
+        self.cut = False  # whether the published schedules, or the solver, ran out of time
+        self.least = inf  # the least memory above the limit that a schedule needed
 
     @property
     def bound(self) -> float:

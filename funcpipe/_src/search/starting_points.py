@@ -29,8 +29,7 @@ PUBLISHED: tuple[Callable[..., Schedule], ...] = (
     v_shape.dualpipe_v,
 )
 """The families, the most promising first."""
-_SMALL = 16
-"""The most devices for which an adaptive V is made; more would take seconds."""
+_SMALL = 16  # the most devices for which an adaptive V is made; more would take seconds
 
 
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:

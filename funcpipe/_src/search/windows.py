@@ -23,10 +23,8 @@ from funcpipe._src.schedules.clock import F, R
 from funcpipe._src.search.problem import ROUNDING, Problem
 from funcpipe._src.search.rows import RowCounts, RowKey, Rows, Ways, rows_of
 
-_PASSES = 8
-"""The most passes over all actions; few problems take more than four."""
-_ROUNDS = 4
-"""The most rounds in which constraints that follow from a time give further constraints."""
+_PASSES = 8  # the most passes over all actions; few problems take more than four
+_ROUNDS = 4  # the most rounds in which constraints that follow from a time give further constraints
 _MOST = 400_000
 """The largest product of all actions and the actions of a device for which windows are computed;
 more would take more than a second."""
@@ -34,16 +32,11 @@ more would take more than a second."""
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a problem.
+    """The windows of a problem."""
 
-    Attributes:
-        rows: the precedence constraints.
-        heads: the earliest start of each action, by row and number.
-        tails: the least time of the batch after each action's end, by row and number.
-    """
-
-    rows: Rows
-    heads: dict[RowKey, list[float]]
+    rows: Rows  # the precedence constraints
+    heads: dict[RowKey, list[float]]  # the earliest start of each action, by row and number
+    # The least time of the batch after each action's end, by row and number.
     tails: dict[RowKey, list[float]]
 
     @classmethod

@@ -25,8 +25,7 @@ _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unus
 """The fields of a result in the order of their computation, so the first difference is nearest
 to the cause."""
 
-_SHOWN = 10
-"""The number of differing leaves that a message lists."""
+_SHOWN = 10  # the number of differing leaves that a message lists
 
 
 def assert_matches_sequential(

@@ -12,8 +12,7 @@ from funcpipe._src.view import summary
 from funcpipe._src.view.memory_levels import Levels, highest, levels
 from funcpipe._src.view.palette import By
 
-MARGIN = 16.0
-"""Pixels around a figure."""
+MARGIN = 16.0  # pixels around a figure
 _FREE = "units"
 """The unit of simulated timelines. Its meaning is free, so such timelines may be scaled."""
 
@@ -27,23 +26,15 @@ class LaneSizes(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The content of one panel.
+    """The content of one panel."""
 
-    Attributes:
-        timeline: the timeline, in the unit of the axis.
-        name: the first part of the title: the name of the timeline.
-        origin: the second part of the title: simulated or measured, and the unit.
-        words: the caption below the title.
-        levels: the memory of the devices, drawn in place of the actions; None: draw actions.
-        most: the amount of memory that fills a lane's height.
-    """
-
-    timeline: Timeline
-    name: str
-    origin: str
-    words: tuple[str, ...]
+    timeline: Timeline  # the timeline, in the unit of the axis
+    name: str  # the first part of the title: the name of the timeline
+    origin: str  # the second part of the title: simulated or measured, and the unit
+    words: tuple[str, ...]  # the caption below the title
+    # The memory of the devices, drawn in place of the actions; None: draw actions.
     levels: Levels | None = None
-    most: float = 1.0
+    most: float = 1.0  # the amount of memory that fills a lane's height
 
     @property
     def has_lanes(self) -> bool:
@@ -61,23 +52,14 @@ class Panel(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The facts that all panels of a figure share.
+    """The facts that all panels of a figure share."""
 
-    Attributes:
-        axis: the timeline that sets the time axis.
-        by: the meaning of colours.
-        last: the index of the last stage of all timelines.
-        left: the left edge of the charts, in pixels.
-        chart: the width of the charts, in pixels.
-        width: the width of the figure, in pixels.
-    """
-
-    axis: Timeline
-    by: By
-    last: int
-    left: float
-    chart: float
-    width: float
+    axis: Timeline  # the timeline that sets the time axis
+    by: By  # the meaning of colours
+    last: int  # the index of the last stage of all timelines
+    left: float  # the left edge of the charts, in pixels
+    chart: float  # the width of the charts, in pixels
+    width: float  # the width of the figure, in pixels
 
     @property
     def scale(self) -> float:

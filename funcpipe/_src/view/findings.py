@@ -23,8 +23,7 @@ from funcpipe._src.view import summary
 from funcpipe._src.view.memory_levels import Levels, count_residuals, spans_by_device
 from funcpipe._src.view.simulate import simulate, sliced
 
-_SHORT = 100e-6
-"""Seconds. With shorter actions, two Python threads cost more time than they save."""
+_SHORT = 100e-6  # seconds. With shorter actions, two Python threads cost more time than they save
 _UNEVEN = 1.2
 """The ratio of work between the busiest and the idlest lane above which the report remarks it."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
@@ -33,28 +32,17 @@ _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "
 
 @dataclass(frozen=True)
 class Findings:
-    """The content of a report: plain data without tensors.
+    """The content of a report: plain data without tensors."""
 
-    Attributes:
-        title: the title of the run.
-        headline: (name, value) of the most important facts.
-        measured: the measured timeline.
-        simulated: the simulated timeline of the schedule, with the mean measured time of each kind
-            and stage.
-        note: the reason for the difference of the two timelines.
-        held: the number of residuals of each lane over time; empty without backwards.
-        tables: the tables of stages, lanes, and values between lanes.
-        remarks: advice, one or two sentences each.
-    """
-
-    title: str
-    headline: tuple[tuple[str, str], ...]
-    measured: Timeline
+    title: str  # the title of the run
+    headline: tuple[tuple[str, str], ...]  # (name, value) of the most important facts
+    measured: Timeline  # the measured timeline
+    # The simulated timeline of the schedule, with the mean measured time of each kind and stage.
     simulated: Timeline
-    note: str
-    held: Levels
-    tables: tuple[Table, ...]
-    remarks: tuple[str, ...]
+    note: str  # the reason for the difference of the two timelines
+    held: Levels  # the number of residuals of each lane over time; empty without backwards
+    tables: tuple[Table, ...]  # the tables of stages, lanes, and values between lanes
+    remarks: tuple[str, ...]  # advice, one or two sentences each
 
 
 def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: str) -> Findings:

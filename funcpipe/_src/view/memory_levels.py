@@ -16,21 +16,16 @@ from funcpipe._src.schedules.memory import residual_levels
 
 
 class Level(NamedTuple):
-    """A constant amount of memory of a device for some time.
+    """A constant amount of memory of a device for some time."""
 
-    Attributes:
-        start, end: the interval, in the timeline's unit. They are equal for a peak without
-            duration.
-        amount: the amount, in the unit of `Timeline.peak`.
-    """
-
+    # `start`, `end`: the interval, in the timeline's unit. They are equal for a peak without
+    # duration.
     start: float
     end: float
-    amount: float
+    amount: float  # the amount, in the unit of `Timeline.peak`
 
 
-Levels = tuple[tuple[Level, ...], ...]
-"""For each device, by start."""
+Levels = tuple[tuple[Level, ...], ...]  # for each device, by start
 
 
 def levels(timeline: Timeline) -> Levels:

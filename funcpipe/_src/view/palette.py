@@ -9,11 +9,9 @@ from funcpipe._src.data.kinds import KINDS, MOVES, Kind
 from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.view.summary import kinds_in
 
-By = Literal["kind", "stage"]
-"""The meaning of colours."""
+By = Literal["kind", "stage"]  # the meaning of colours
 
-Colour = tuple[int, int, int]
-"""Red, green, blue."""
+Colour = tuple[int, int, int]  # red, green, blue
 
 _RAMP: tuple[Colour, ...] = (
     (112, 131, 243),
@@ -24,8 +22,7 @@ _RAMP: tuple[Colour, ...] = (
     (255, 255, 183),
 )
 """The colours from the first stage to the last, light enough for dark letters."""
-_FEW = 4
-"""The most shades of a kind in a legend, and half of the most stages."""
+_FEW = 4  # the most shades of a kind in a legend, and half of the most stages
 
 
 def kind_colour(kind: Kind, white: int = 0) -> Colour:

@@ -46,8 +46,7 @@ class Moment(NamedTuple):
 
 
 BEGIN = Moment(0.0, None)
-_ALL = 1.0, 1.0
-"""The shares of time and memory of an action for all microbatches together."""
+_ALL = 1.0, 1.0  # the shares of time and memory of an action for all microbatches together
 
 
 def _latest(moments: Sequence[Moment]) -> Moment:
@@ -57,26 +56,19 @@ def _latest(moments: Sequence[Moment]) -> Moment:
 
 @dataclass
 class LaneTimes:
-    """The simulated state of one lane.
+    """The simulated state of one lane."""
 
-    Attributes:
-        program: the program of the lane.
-        now: the time until which the lane computes or sends.
-        links: the time until which each of its links is busy.
-        ready: by slot, the time when its value can be read, if this may be later than ``now``.
-        gathered: by stage, the time when its parameters are gathered.
-        begun: the number of actions that the loop has passed.
-        spans: the spans of the actions, in order.
-        changes: the changes of memory as (time, rank among the changes of one time, difference).
-    """
-
-    program: LaneProgram
-    now: Moment = BEGIN
+    program: LaneProgram  # the program of the lane
+    now: Moment = BEGIN  # the time until which the lane computes or sends
+    # The time until which each of its links is busy.
     links: dict[Resource, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
+    # By slot, the time when its value can be read, if this may be later than ``now``.
     ready: dict[int, Moment] = field(default_factory=dict[int, Moment])
+    # By stage, the time when its parameters are gathered.
     gathered: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
-    begun: int = 0
-    spans: list[Span] = field(default_factory=list[Span])
+    begun: int = 0  # the number of actions that the loop has passed
+    spans: list[Span] = field(default_factory=list[Span])  # the spans of the actions, in order
+    # The changes of memory as (time, rank among the changes of one time, difference).
     changes: list[tuple[float, float, float]] = field(
         default_factory=list[tuple[float, float, float]]
     )

@@ -23,8 +23,7 @@ from funcpipe._src.schedules.legal import examine
 from funcpipe._src.schedules.memory import running_sum
 from funcpipe._src.view.play import Play
 
-_ROUNDING = 1e-9
-"""Shares of slices that differ by less count as equal."""
+_ROUNDING = 1e-9  # shares of slices that differ by less count as equal
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen

@@ -15,17 +15,11 @@ _TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
 
 
 class TimeText(NamedTuple):
-    """Writes times with one unit and one precision for the whole picture.
+    """Writes times with one unit and one precision for the whole picture."""
 
-    Attributes:
-        factor: the factor from the timeline's unit to the shown unit.
-        unit: the shown unit.
-        decimals: the number of digits after the point.
-    """
-
-    factor: float
-    unit: str
-    decimals: int
+    factor: float  # the factor from the timeline's unit to the shown unit
+    unit: str  # the shown unit
+    decimals: int  # the number of digits after the point
 
     def __call__(self, time: float) -> str:
         """Write a time with its unit.

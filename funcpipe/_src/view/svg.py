@@ -30,8 +30,7 @@ _ALONE = (
 """The style sheet of a file. Only browsers read rules inside "@media": cairosvg would read
 ``height:auto`` as a height of 0."""
 _SOFT, _END = 'opacity=".72"', 'text-anchor="end"'
-_LETTER = 6.4
-"""The mean width of a letter in pixels, at the size of most of the text."""
+_LETTER = 6.4  # the mean width of a letter in pixels, at the size of most of the text
 _SMALLEST = 0.75
 """The smallest share of its width to which a page may shrink a picture: letters then have 9
 pixels."""

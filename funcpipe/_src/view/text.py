@@ -18,37 +18,24 @@ from funcpipe._src.view.figure import aligned
 from funcpipe._src.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
 from funcpipe._src.view.palette import stage_ranks
 
-LEAST_WIDTH = 40
-"""The least width of a picture: narrower pictures would show nothing."""
+LEAST_WIDTH = 40  # the least width of a picture: narrower pictures would show nothing
 
 _IDLE, _FILL = "·", "─"
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_MOST_FIT = 0.75
-"""Actions get labels if the labels of at least this share of the actions fit."""
+_MOST_FIT = 0.75  # actions get labels if the labels of at least this share of the actions fit
 
 
 class TextLayout(NamedTuple):
-    """The layout of the rows, equal for all timelines of a picture.
+    """The layout of the rows, equal for all timelines of a picture."""
 
-    Attributes:
-        word: the word before the number of a device.
-        names: the columns for the names of devices.
-        peaks: the columns for the peaks; 0 if no peak is known.
-        scale: the columns per unit of time.
-        columns: the columns of the chart.
-        stages: whether the labels of actions contain stages.
-        labelled: whether actions have labels. If not, each column shows one letter.
-        color: whether actions are painted with a terminal's colours.
-    """
-
-    word: str
-    names: int
-    peaks: int
-    scale: float
-    columns: int
-    stages: bool
-    labelled: bool
-    color: bool
+    word: str  # the word before the number of a device
+    names: int  # the columns for the names of devices
+    peaks: int  # the columns for the peaks; 0 if no peak is known
+    scale: float  # the columns per unit of time
+    columns: int  # the columns of the chart
+    stages: bool  # whether the labels of actions contain stages
+    labelled: bool  # whether actions have labels. If not, each column shows one letter
+    color: bool  # whether actions are painted with a terminal's colours
 
     def column(self, time: float) -> int:
         """Return the column border nearest to a time, so that cells that touch in time touch."""

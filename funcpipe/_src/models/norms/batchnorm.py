@@ -147,8 +147,7 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     return y, (Moments(count, sample_mean, sample_var),)
 
 
-_MANY = 256
-"""From this number of values on, torch's mean in float32 is precise enough."""
+_MANY = 256  # from this number of values on, torch's mean in float32 is precise enough
 
 
 def _is_fine(x: Tensor, count: int, by_kernel: Tensor) -> bool:
@@ -248,8 +247,7 @@ class Running(NamedTuple):
 class NormStats(NamedTuple):
     """The statistics of one batch norm layer over one microbatch, and how they are committed."""
 
-    IS_APART = True
-    """No value here has a graph, and the layer keeps none of them."""
+    IS_APART = True  # no value here has a graph, and the layer keeps none of them
 
     moments: tuple[Moments, ...]  # of each call of the layer
     momentum: float | None  # None: the plain average of all batches

@@ -26,22 +26,16 @@ from funcpipe._src.models.traced.units import bonds
 
 
 class CutEdge(NamedTuple):
-    """A value that goes from one stage to others.
+    """A value that goes from one stage to others."""
 
-    Attributes:
-        name: the name of the value in the traced graph.
-        source: the stage that computes the value.
-        targets: the stages that read the value.
-        dtype, shape: the type and shape for one microbatch, with ``rows`` for the dynamic size.
-            "int" and () for a number.
-        row_bytes: bytes of one row if the first dimension is dynamic, otherwise of the whole value.
-    """
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
+    name: str  # the name of the value in the traced graph
+    source: int  # the stage that computes the value
+    targets: tuple[int, ...]  # the stages that read the value
+    # `dtype`, `shape`: the type and shape for one microbatch, with ``rows`` for the dynamic size.
+    # "int" and () for a number.
     dtype: str
     shape: tuple[Any, ...]
+    # Bytes of one row if the first dimension is dynamic, otherwise of the whole value.
     row_bytes: int
 
     @property

@@ -85,8 +85,7 @@ class Norm(nn.Module):
     its own name. ``momentum`` None: the plain average of all batches.
     """
 
-    op = torch.ops.aten.batch_norm.default
-    """The operation in whose place it is."""
+    op = torch.ops.aten.batch_norm.default  # the operation in whose place it is
 
     def __init__(self, running: Running, momentum: float | None, eps: float) -> None:
         super().__init__()
