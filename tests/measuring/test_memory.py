@@ -3,6 +3,8 @@ optimizers, published tables."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -471,3 +473,31 @@ def test_amoebanet_peaks(name, ratio):
     assert ratio == pytest.approx(
         (sum(peaks) - stages.total.model) / GiB / row.activations, abs=0.02
     )
+
+
+def test_garbage_does_not_count():
+    """Values that only a reference cycle keeps count the same, whenever Python collects them."""
+
+    class Cyclic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            box = [x * 2]
+            box.append(box)
+            return torch.tanh(self.linear(x))
+
+    model = nn.Sequential(Cyclic(), Cyclic())
+    found = []
+    threshold = gc.get_threshold()
+    try:
+        for first in (1, 50_000):
+            gc.set_threshold(first)
+            found.append(str(fp.models.memory(model, torch.randn(4, 8))))
+    finally:
+        gc.set_threshold(*threshold)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+    found.append(str(fp.models.memory(plain, torch.randn(4, 8))))
+    assert found[0] == found[1]
+    assert found[0].split("\n")[1:] == found[2].split("\n")[1:]

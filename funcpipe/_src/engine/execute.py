@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 
 from funcpipe._src.batch.microbatch import given_by_caller, numbered
 from funcpipe._src.core.border import Border
+from funcpipe._src.core.collector import collector_off
 from funcpipe._src.core.errors import FuncpipeError, Where, located
 from funcpipe._src.core.log import decided
 from funcpipe._src.core.plain_tensors import addresses, here
@@ -446,7 +446,8 @@ def walk(executions: Sequence[Execution]) -> None:
             lane.place.fork()
             if lane.clock is not None:
                 lane.clock.start()
-        with _collector_off() if first.ready.options.record else nullcontext():
+        # A full collection within an action would count as its time.
+        with collector_off() if first.ready.options.record else nullcontext():
             first.executor.walk(executions)
         done = True
     finally:
@@ -458,19 +459,6 @@ def walk(executions: Sequence[Execution]) -> None:
     seconds = perf_counter() - began
     for execution in executions:
         execution.seconds += seconds / len(executions)
-
-
-@contextmanager
-def _collector_off() -> Generator[None]:
-    """Keep the garbage collector off, as timeit does: a full collection in an action would count as
-    its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _unstepped(stage: int, reduction: Reduction) -> None:

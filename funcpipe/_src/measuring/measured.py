@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from funcpipe._src.core.collector import collector_off
 from funcpipe._src.core.torch_names import (
     FakeTensorMode,
     WatchingMode,
@@ -242,7 +243,7 @@ class Pass:
             placed = x
             try:
                 # The same modes as in a run, whatever the caller's modes are.
-                with torch.inference_mode(False), no_autocast_cache():
+                with torch.inference_mode(False), no_autocast_cache(), collector_off():
                     measured, x = self._layer(layer, x, placed_feeds, flags)
             except Exception as error:
                 with self.fake:
@@ -281,7 +282,7 @@ class Pass:
             kept = self._kept(out)
             handed_on = merged(tree.bytes() for tree in (out.y, *out.stash.values()))
             received = merged(tree.bytes() for tree in (x, *pops.values()))
-            inner = self.live.now - sum(
+            inner = self._living() - sum(
                 size for value, size in kept.items() if value in handed_on and value not in received
             )
             backward = self._backward(out.roots)
@@ -372,7 +373,7 @@ class Pass:
     ) -> WeightResidual:
         """Measure the memory between I and W: run a forward and I as a run does, and count the
         live tensors."""
-        before = self.live.now
+        before = self._living()
         out = forward()
         edges, gradients = [edge for edge, _ in out.roots], self._gradients(out.roots)
         out.roots.clear()
@@ -388,7 +389,12 @@ class Pass:
         arrived = [gradient.untyped_storage() for walk in waiting for gradient in walk.gradients]
         waits = sum({storage_number(storage): storage.nbytes() for storage in arrived}.values())
         kept = {value: size for value, size in self._kept(out).items() if value in received}
-        return WeightResidual(self.live.now - before - waits, kept, waits)
+        return WeightResidual(self._living() - before - waits, kept, waits)
+
+    def _living(self) -> int:
+        """Return the bytes alive, without those that only a reference cycle keeps."""
+        gc.collect(0)  # all objects of the layer, because automatic collections are off
+        return self.live.now
 
     # -- values between layers
 
