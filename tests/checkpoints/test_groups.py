@@ -124,6 +124,19 @@ def test_optimizers_that_do_not_fit_are_refused_by_all(tmp_path, other, words):
     assert not (tmp_path / "new").exists()
 
 
+def test_steps_that_differ_are_refused_by_all(tmp_path):
+    split = split_of()
+    errors = together(
+        lambda member: fp.save(
+            tmp_path / "new", split, split.params, step=7 + member.rank, ranks=member
+        )
+    )
+    for error in errors:
+        assert isinstance(error, fp.RanksError)
+        assert "rank 0 saves 7, rank 1 saves 8" in str(error)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_group_without_parameters_here(tmp_path):
     """A rank whose groups are empty, or that has no optimizer, takes part."""
     split = split_of()

@@ -194,6 +194,7 @@ def save(
         raise_all(title, faults, CheckpointError, most=8)
         target = Path(path).resolve()
         header = SaveHeader(
+            step=step,
             folder=f"step-{step:012d}-{os.urandom(4).hex()}",
             unfinished=any(saving.path == target for saving in [*_unfinished]),
             claimed=claimed_by(str(target), group.members)
@@ -245,6 +246,7 @@ def save(
 class SaveHeader(NamedTuple):
     """The message of a process to all others before anything is written."""
 
+    step: int
     folder: str  # a name for the new folder; the name of the first process is used
     unfinished: bool  # has this process not finished a save to this path
     claimed: tuple[int, ...]  # the processes of another pipeline that saves to this path
@@ -278,7 +280,7 @@ def _file_of(kind: str, headers: Sequence[SaveHeader]) -> dict[str, str]:
 
 
 def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeader]) -> None:
-    """Raise CheckpointError if another save uses the path, RanksError if replicas differ."""
+    """Raise CheckpointError if another save uses the path, RanksError if steps or replicas differ."""
     claimed = next((header.claimed for header in headers if header.claimed), ())
     if claimed:
         raise CheckpointError(
@@ -295,6 +297,9 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
             "replace this checkpoint; call saving.finish() first, on every rank, or save to "
             "another path"
         )
+    if any(header.step != headers[0].step for header in headers):
+        steps = ", ".join(f"rank {rank} saves {header.step}" for rank, header in enumerate(headers))
+        raise RanksError(f"the ranks give different step=: {steps}; nothing was written")
     faults: list[str] = []
     for rank, header in enumerate(headers):
         of = rank % len(first)
