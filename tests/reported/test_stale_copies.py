@@ -230,6 +230,20 @@ def test_words_that_a_forward_may_write_are_compared(change, words):
         fp.run(plan, split.params, torch.ones(4, 4))
 
 
+def test_an_equal_list_in_place_of_a_list_is_no_change():
+    """PEFT's `set_adapter` of the active adapter makes such lists. Later changes are seen."""
+    model = new_model()
+    model[0].scales = [1.0, 2.0]
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    x = torch.ones(4, 4)
+    model[0].scales = [1.0, 2.0]
+    fp.run(plan, split.params, (x, x), seed=0)
+    model[0].scales.append(3.0)
+    with pytest.raises(fp.PlanError, match="scales"):
+        fp.run(plan, split.params, (x, x), seed=0)
+
+
 def test_a_layer_is_named_by_its_path_in_the_model():
     """Not by an attribute that also leads to it, such as a bound method."""
     inner = new_model()

@@ -33,7 +33,7 @@ from funcpipe._src.models.norms.written_buffers import version
 
 _NUMBERS_AND_TEXTS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
-_PLAIN = (*_NUMBERS_AND_TEXTS, tuple, frozenset, range)
+_PLAIN = (*_NUMBERS_AND_TEXTS, tuple, list, frozenset, range)
 """Types that are compared by equality. All other values are the same only if they are the same
 object."""
 
@@ -366,7 +366,7 @@ def _same(old: Any, new: Any) -> bool:
         return old() is new or isinstance(new, nn.Parameter)
     if type(old) is not type(new) or not isinstance(old, _PLAIN):
         return False
-    if isinstance(old, tuple):
+    if isinstance(old, (tuple, list)):  # pyright: ignore[reportUnknownArgumentType]
         return len(old) == len(new) and all(map(_same, map(_weakly, old), new))
     # NaN differs from itself, but an unchanged NaN is not a change.
     return bool(old == new) or (old != old and new != new)  # NaN
