@@ -26,7 +26,7 @@ from funcpipe._src.engine.options import Executor, ExecutorLike, RunOptions
 from funcpipe._src.optimizing.optim import check_options, steps_by_leaf
 from funcpipe._src.optimizing.rates import Rates, refuse_scheduler
 from funcpipe._src.optimizing.stepping import held_by
-from funcpipe._src.optimizing.together import Batches, run_together
+from funcpipe._src.optimizing.together import run_together
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.stages.context import checked_plan, outside_of_graphs
 from funcpipe._src.stages.rng import fold_in
@@ -239,25 +239,33 @@ class _Work:
         if self.lanes is None:
             check()
             return False
-        rates: Rates | None = None
-
-        def begin() -> Batches:
-            nonlocal rates
-            check()
-            rates = Rates(self.options.optimizer, self.scheduler)
-            each = [(batch, self._with_state(options)) for batch, options in self.left]
-            return Batches(
-                self.plan, self.params, each, partial(rates.ahead, len(each)), len(self.results)
-            )
-
+        undo, rates = Undo(self.options.optimizer), None
         try:
-            results = run_together(self.lanes, self.options, begin)
-            if results is None and rates is not None:
+            # All within the run, so that other processes are told of errors.
+            with self.lanes.running(self.options) as running:
+                check()
+                rates = Rates(self.options.optimizer, self.scheduler)
+                watch = {
+                    "timeout": running.timeout,
+                    "takes_faulthandler": running.takes_faulthandler,
+                }
+                batches = [
+                    (batch, replace(self._with_state(options), **watch))
+                    for batch, options in self.left
+                ]
+                results = run_together(
+                    self.lanes, self.plan, self.params, batches, len(self.results), undo, rates
+                )
+            if results is None:
+                undo.restore()
                 rates.restore()
         except BaseException:
+            undo.restore()
             if rates is not None:
                 rates.restore()
             raise
+        finally:
+            undo.close()
         if results:
             self.results += results
             self.left = []

@@ -7,9 +7,8 @@ right is known when all lanes are done. `run_batches` decides what to do if they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from funcpipe._src.core.errors import RanksError
@@ -22,66 +21,46 @@ from funcpipe._src.engine.finish import commits
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.part import PlanPart
 from funcpipe._src.engine.prepare import Prepared, prepare
-from funcpipe._src.optimizing.stepping import Settings, Stepping
+from funcpipe._src.optimizing.rates import Rates
+from funcpipe._src.optimizing.stepping import Stepping
 from funcpipe._src.optimizing.undo import Undo
 
 
-@dataclass(frozen=True)
-class Batches:
-    """The batches that lanes run together."""
-
-    # `plan`, `params`: the plan and the parameters.
-    plan: Plan
-    params: Sequence[Tree]
-    each: Sequence[tuple[Any, RunOptions]]  # the batches, each with its options
-    # A function that steps the scheduler for all batches, and returns the group settings for each.
-    # It returns None without a scheduler.
-    ahead: Callable[[], Sequence[Settings] | None]
-    first: int  # the number of the first batch among all batches of the user
-
-
 def run_together(
-    executor: LaneExecutor, options: RunOptions, given: Callable[[], Batches]
+    executor: LaneExecutor,
+    plan: Plan,
+    params: Sequence[Tree],
+    batches: Sequence[tuple[Any, RunOptions]],
+    first: int,
+    undo: Undo,
+    rates: Rates,
 ) -> tuple[Result, ...] | None:
     """Run batches together, and return their results. All processes return the same kind of value.
 
     Args:
-        executor: the executor.
-        options: the options that all batches share.
-        given: makes the batches. Called within the run, so that other processes are told of errors.
+        executor: the executor, within its context `running`.
+        plan, params: the plan and the parameters.
+        batches: the batches, each with its options.
+        first: the number of the first batch among all batches of the user.
+        undo: keeps copies before the steps. The caller restores them.
+        rates: steps the scheduler for all batches in advance. The caller restores it.
 
     Returns:
         The results. () if lanes cannot step every stage and continue; nothing has run then. None if
-        the steps had to be undone, for example because gradients are clipped.
+        the steps must be undone, for example because gradients are clipped.
     """
-    undo = Undo(options.optimizer)
-    try:
-        with executor.running(options) as running:
-            results = _run(executor, given(), undo, running)
-        if results is None:
-            undo.restore()
-    except BaseException:
-        undo.restore()
-        raise
-    finally:
-        undo.close()
-    return results
-
-
-def _run(
-    executor: LaneExecutor, given: Batches, undo: Undo, running: RunOptions
-) -> tuple[Result, ...] | None:
-    plan, part = given.plan, executor.part(given.plan)
+    part = executor.part(plan)
     shared = part.replicas > 1 and any(commits(plan, stage) for stage in range(plan.num_stages))
     if plan.ties or shared:
         return ()
-    steppings = [Stepping(ready, undo, spends=True) for ready in _prepared(given, part, running)]
+    readies = _prepared(plan, params, batches, first, part)
+    steppings = [Stepping(ready, undo, spends=True) for ready in readies]
     if not steppings or not all(part.exchange("steps on lanes", all(map(_can_go_on, steppings)))):
         return ()
-    for stepping, settings in zip(steppings, given.ahead() or (), strict=False):
+    for stepping, settings in zip(steppings, rates.ahead(len(batches)) or (), strict=False):
         stepping.settings = settings
     executions: list[Execution] = []
-    for number, stepping in enumerate(steppings, given.first):
+    for number, stepping in enumerate(steppings, first):
         before = executions[-1] if executions else None
         executions.append(Execution(stepping.ready, executor, stepping, number, before))
     for execution in executions:
@@ -98,9 +77,15 @@ def _run(
     return tuple(results)
 
 
-def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepared]:
+def _prepared(
+    plan: Plan,
+    params: Sequence[Tree],
+    batches: Sequence[tuple[Any, RunOptions]],
+    first: int,
+    part: PlanPart,
+) -> list[Prepared]:
     """Prepare all batches: check, cut and bind."""
-    counts = part.exchange("number of batches", len(given.each))
+    counts = part.exchange("number of batches", len(batches))
     if len({*counts}) > 1:
         amounts = "; ".join(
             f"{name} got {count}" for name, count in zip(part.names, counts, strict=True)
@@ -110,14 +95,9 @@ def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepa
             "for a batch that a rank does not read"
         )
     readies: list[Prepared] = []
-    for number, (batch, options) in enumerate(given.each, given.first):
+    for number, (batch, options) in enumerate(batches, first):
         with _noted(number):
-            timed = replace(
-                options, timeout=running.timeout, takes_faulthandler=running.takes_faulthandler
-            )
-            readies.append(
-                prepare("run_batches", given.plan, given.params, batch, timed, part=part)
-            )
+            readies.append(prepare("run_batches", plan, params, batch, options, part=part))
     return readies
 
 
