@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 
 import torch
@@ -15,7 +16,7 @@ from funcpipe._src.engine.failures import raise_located
 from funcpipe._src.engine.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe._src.engine.options import Executor, ExecutorLike
 from funcpipe._src.engine.switches import SwitchWatch
-from funcpipe._src.engine.watchdog import interrupting
+from funcpipe._src.engine.watchdog import Watchdog
 from funcpipe._src.stages.context import RUNNING, checked_plan, intra_op_threads
 
 
@@ -31,8 +32,9 @@ class Serial(LaneExecutor):
         """Run the actions in ``execution.part`` of each execution in turn. The thread does not wait
         for devices in between."""
         first = executions[0]
+        timeout = first.ready.options.timeout
         with (
-            interrupting(executions, first.ready.options.timeout),
+            nullcontext() if timeout is None else Watchdog(executions, timeout),
             intra_op_threads(first.ready.threads),
             first.context.computing(),
             first.catching(),

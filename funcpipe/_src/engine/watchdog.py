@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Self
@@ -80,16 +80,32 @@ class LaneWatch:
 
 
 class Watchdog(LaneWatch):
-    """A thread that watches lanes on another thread, and calls ``bite`` once after the timeout."""
+    """A context in which a thread watches the calling thread's lanes. Raises RunTimeout at its end.
 
-    def __init__(
-        self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]
-    ) -> None:
+    After the timeout, the thread interrupts the calling thread. The main thread gets SIGINT, which
+    also ends a sleep. Other threads get an exception at their next bytecode.
+    """
+
+    def __init__(self, executions: Sequence[Execution], timeout: float) -> None:
         super().__init__(executions, timeout)
-        self.bite = bite
+        self._caller = threading.get_ident()
         self._over = threading.Event()
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.end()
+        except (KeyboardInterrupt, Stop):  # the watchdog's interruption came during `end`
+            if not self.report:
+                raise
+            self.end()
+        if self.report:
+            raise RunTimeout(self.report) from None
 
     def start(self) -> None:
         """Start the thread."""
@@ -111,11 +127,24 @@ class Watchdog(LaneWatch):
                 if self._over.is_set():
                     return
                 if self.look():
-                    self.bite()
+                    self._interrupt()
                     break
         if not self._over.wait(_GRACE):
             with suppress(OSError, ValueError):  # stderr is a closed pipe or file
                 print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
+
+    def _interrupt(self) -> None:
+        main = threading.main_thread().ident == self._caller
+        if (
+            main
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and hasattr(signal, "pthread_kill")
+        ):
+            signal.pthread_kill(self._caller, signal.SIGINT)
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._caller), ctypes.py_object(Stop)
+            )
 
 
 def begun(executions: Sequence[Execution]) -> list[int]:
@@ -231,46 +260,3 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     if not received:  # the lane has continued meanwhile
         return f"{last} and is in {current}"
     return f"{last} and waits, before {current}, for {program.value(received[0])}"
-
-
-class interrupting:
-    """A context in which a `Watchdog` interrupts the calling thread, which then raises RunTimeout.
-
-    The main thread gets SIGINT, which also ends a sleep. Other threads get an exception at their
-    next bytecode.
-    """
-
-    def __init__(self, executions: Sequence[Execution], timeout: float | None) -> None:
-        self.dog = None if timeout is None else Watchdog(executions, timeout, self._bite)
-        self._identity = threading.get_ident()
-
-    def _bite(self) -> None:
-        main = threading.main_thread().ident == self._identity
-        if (
-            main
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            and hasattr(signal, "pthread_kill")
-        ):
-            signal.pthread_kill(self._identity, signal.SIGINT)
-        else:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._identity), ctypes.py_object(Stop)
-            )
-
-    def __enter__(self) -> Self:
-        if self.dog is not None:
-            self.dog.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        dog, self.dog = self.dog, None  # break the cycle, which keeps the run alive
-        if dog is None:
-            return
-        try:
-            dog.end()
-        except (KeyboardInterrupt, Stop):  # the watchdog's interruption came during `end`
-            if not dog.report:
-                raise
-            dog.end()
-        if dog.report:
-            raise RunTimeout(dog.report) from None
