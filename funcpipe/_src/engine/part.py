@@ -57,6 +57,11 @@ class PlanPart(Protocol):
         ...
 
     @property
+    def mesh(self) -> Any:
+        """The ``DeviceMesh`` of the replicas, or None without replicas."""
+        ...
+
+    @property
     def beside(self) -> int:
         """The number of lanes on this machine, in all processes."""
         ...
@@ -161,6 +166,7 @@ class WholePlan:
 
     rank = replica = 0
     replicas = 1
+    mesh = None
     names = ("this process",)
     exchange = others = alone
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,35 +11,18 @@ from torch import Tensor, nn
 from funcpipe._src.core.errors import PlacementError, PlanError, raise_all
 from funcpipe._src.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.devices.devices import plan_devices, same_device
+from funcpipe._src.devices.devices import same_device
 from funcpipe._src.devices.stream import Place
-from funcpipe._src.replicas.same_numbers import whole
+from funcpipe._src.engine.part import PlanPart, whole
+from funcpipe._src.replicas.same_numbers import whole_digests
 from funcpipe._src.stages.context import checked_plan
 from funcpipe._src.stages.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
-
-
-class HasStages(Protocol):
-    """A process that has some stages of a plan, as `Ranks` has."""
-
-    @property
-    def stages(self) -> Container[int]:
-        """The numbers of the stages in this process."""
-        ...
-
-    def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """Return the device of each lane of a plan."""
-        ...
-
-    @property
-    def mesh(self) -> Any:
-        """The ``DeviceMesh`` of the replicas, or None without replicas."""
-        ...
 
 
 def place(
     plan: Plan,
     params: Sequence[Tree],
-    ranks: HasStages | None = None,
+    ranks: PlanPart | None = None,
     *,
     shard: bool = False,
     home: Any = None,
@@ -93,15 +76,13 @@ def place(
         for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))
     ]
     raise_all("place cannot move tensors that it cannot see:", faults, PlacementError)
-    by_lane = plan_devices(plan) if ranks is None else ranks.devices(plan)
-    device_of = plan.schedule.device_of
+    part = ranks or whole(plan)
+    by_lane, device_of = part.devices(plan), plan.schedule.device_of
     if home is not None:
-        _refuse_home(plan, ranks, home, shard=shard)
+        _refuse_home(plan, part, home, shard=shard)
         page_locks = any(Place.backend.asynchronous(device) for device in by_lane)
         return tuple(
-            _at_home(tree, page_locks=page_locks)
-            if ranks is None or stage in ranks.stages
-            else None
+            _at_home(tree, page_locks=page_locks) if stage in part.stages else None
             for stage, tree in enumerate(params)
         )
     if (
@@ -116,27 +97,23 @@ def place(
         if ties is not None:
             # An undeclared tie would become one copy per device, and the copies would diverge.
             refuse_undeclared_ties(params, [flatten(tree)[0] for tree in params], trained, ties)
-    if shard and (ranks is None or ranks.mesh is None):
+    if shard and part.mesh is None:
         raise PlacementError(
             "shard=True spreads parameters over replicas, and there are no replicas; name their "
             "mesh dimension: fp.ranks(plan, mesh, dp=...)"
         )
     placed = tuple(
-        _move(tree, by_lane[device_of[stage]]) if ranks is None or stage in ranks.stages else None
+        _move(tree, by_lane[device_of[stage]]) if stage in part.stages else None
         for stage, tree in enumerate(params)
     )
-    return (
-        tuple([_sharded(tree, ranks.mesh) for tree in placed])
-        if shard and ranks is not None
-        else placed
-    )
+    return tuple([_sharded(tree, part.mesh) for tree in placed]) if shard else placed
 
 
-def _refuse_home(plan: Plan, ranks: HasStages | None, home: Any, *, shard: bool) -> None:
+def _refuse_home(plan: Plan, part: PlanPart, home: Any, *, shard: bool) -> None:
     """Raise PlacementError if parameters of the plan cannot be at home in host memory."""
     if str(home) != "cpu":
         raise PlacementError(f'home= is "cpu" (host memory) or None; got {home!r}')
-    if shard or (ranks is not None and ranks.mesh is not None):
+    if shard or part.mesh is not None:
         raise PlacementError(
             'home="cpu" is for plans with one replica; with replicas, shard the parameters: '
             "fp.place(plan, params, ranks, shard=True)"
@@ -152,64 +129,61 @@ def _refuse_home(plan: Plan, ranks: HasStages | None, home: Any, *, shard: bool)
 def _at_home(tree: Tree, *, page_locks: bool) -> Tree:
     """Move a tree to host memory; page-locked memory, so that copies overlap with computation."""
     moved = _move(tree, torch.device("cpu"))
-    if not page_locks:
-        return moved
-    locked: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
-
-    def lock(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta:
-            return leaf
-        if id(leaf) not in locked:
-            locked[id(leaf)] = _page_locked(leaf)
-        return locked[id(leaf)]
-
-    return map_leaves(lock, moved)
+    return _replaced(moved, _page_locked) if page_locks else moved
 
 
 def _page_locked(leaf: Tensor) -> Tensor:
-    new = Place.backend.page_locked(leaf.detach())
-    if new.data_ptr() == leaf.data_ptr():
+    if leaf.is_meta:
         return leaf
-    new = nn.Parameter(new, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else new
-    return new.requires_grad_(leaf.requires_grad)
+    new = Place.backend.page_locked(leaf.detach())
+    return leaf if new.data_ptr() == leaf.data_ptr() else new
 
 
 def _sharded(tree: Tree, mesh: Any) -> Tree:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    sharded: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
-
-    def shard(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.dim():
+    def shard(leaf: Tensor) -> Tensor:
+        if isinstance(leaf, DTensor) or not leaf.dim():
             return leaf
-        if id(leaf) not in sharded:
-            # src_data_rank=None: each replica has the whole tensor, so nothing is sent.
-            new = distribute_tensor(leaf.detach(), mesh, [Shard(0)], src_data_rank=None)
-            if isinstance(leaf, nn.Parameter):
-                new = nn.Parameter(new, leaf.requires_grad)
-            sharded[id(leaf)] = new.requires_grad_(leaf.requires_grad)
-            if not leaf.is_meta:
-                # The parts alone cannot show whether all replicas began with equal numbers.
-                whole.keep(sharded[id(leaf)], leaf)
-        return sharded[id(leaf)]
+        # src_data_rank=None: each replica has the whole tensor, so nothing is sent.
+        return distribute_tensor(leaf.detach(), mesh, [Shard(0)], src_data_rank=None)
 
-    return map_leaves(shard, tree)
+    sharded = _replaced(tree, shard)
+    for leaf, part in zip(flatten(tree)[0], flatten(sharded)[0], strict=True):
+        if part is not leaf and not leaf.is_meta:
+            # The parts alone cannot show whether all replicas began with equal numbers.
+            whole_digests.keep(part, leaf)
+    return sharded
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:
-    moved: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
+    def move(leaf: Tensor) -> Tensor:
+        stays = leaf.is_meta or same_device(leaf.device, device)
+        return leaf if stays else leaf.detach().to(device)
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta or same_device(leaf.device, device):
+    return _replaced(tree, move)
+
+
+def _replaced(tree: Tree, replacement: Callable[[Tensor], Tensor]) -> Tree:
+    """Replace tensors. A Parameter stays a Parameter, and ``requires_grad`` stays.
+
+    ``replacement`` returns its argument if the tensor stays.
+    """
+    replaced: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in moved:
-            new = leaf.detach().to(device)
-            if isinstance(leaf, nn.Parameter):
-                new = nn.Parameter(new, leaf.requires_grad)
-            moved[id(leaf)] = new.requires_grad_(leaf.requires_grad)
-        return moved[id(leaf)]
+        if id(leaf) not in replaced:
+            new = replacement(leaf)
+            if new is not leaf:
+                if isinstance(leaf, nn.Parameter):
+                    new = nn.Parameter(new, leaf.requires_grad)
+                new.requires_grad_(leaf.requires_grad)
+            replaced[id(leaf)] = new
+        return replaced[id(leaf)]
 
-    return map_leaves(move, tree)
+    return map_leaves(replace, tree)
 
 
 def misplaced(

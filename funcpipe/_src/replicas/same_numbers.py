@@ -73,7 +73,7 @@ class ComparedLeaves:
         self.__init__()
 
 
-class Whole:
+class WholeDigests:
     """The hashes of whole tensors, by the local part that `place` has kept."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Whole:
         )
 
 
-whole = Whole()
+whole_digests = WholeDigests()
 
 
 def digest_of(leaf: Any) -> str:
@@ -130,7 +130,7 @@ def digests_of(
     ):
         if wanted is not None and place not in wanted:
             continue
-        digest = whole.digest(leaf) if cuts.get(number) is not None else digest_of(leaf)
+        digest = whole_digests.digest(leaf) if cuts.get(number) is not None else digest_of(leaf)
         if digest:
             digests[place] = digest
     return digests
