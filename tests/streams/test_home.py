@@ -199,10 +199,10 @@ def test_each_wait_is_needed(monkeypatch):
         number
         for number, point in enumerate(recorder.points)
         # Not the recordings: memory that is not given out again shows nothing.
-        if point.news and " waits for " in point.words and re.match(r"(begin|copy): ", point.site)
+        if point.news and " waits for " in point.words and re.match(r"(_gather|copy): ", point.site)
     ]
     assert {recorder.points[number].site.partition(":")[0] for number in chosen} == {
-        "begin",
+        "_gather",
         "copy",
     }
     for number in chosen:

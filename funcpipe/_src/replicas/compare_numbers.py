@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funcpipe._src.core.errors import RanksError, bullets, raise_all
+from funcpipe._src.core.errors import RanksError, raise_all
 from funcpipe._src.core.tree import Tree, flatten, locations
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.engine.part import PlanPart
 from funcpipe._src.replicas.gathered import GatheredParams
 from funcpipe._src.replicas.same_numbers import ComparedLeaves, Digests, digest_of, digests_of
 from funcpipe._src.stages.trainable import resolve_ties
-
-_MOST_FAULTS = 8
 
 
 def compare_numbers(
@@ -115,10 +113,9 @@ def refuse_different(
             for place, digest, name in members[1:]
             if digest != members[0][1]
         ]
-    if faults:
-        title = (
-            "the processes do not begin with the same numbers; call torch.manual_seed(0) in all "
-            "of them before the model is made, or fp.load the same checkpoint in all of them "
-            "before the first run:"
-        )
-        raise RanksError(bullets(title, faults, _MOST_FAULTS))
+    title = (
+        "the processes do not begin with the same numbers; call torch.manual_seed(0) in all of "
+        "them before the model is made, or fp.load the same checkpoint in all of them before the "
+        "first run:"
+    )
+    raise_all(title, faults, RanksError, most=8)

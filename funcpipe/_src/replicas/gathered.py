@@ -48,6 +48,7 @@ class GatheredParams(ABC):
         self.hollow: list[int] = []
         self.cuts: Mapping[int, Sharding] = {}
         self.counted = frozenset({0})
+        self._is_begun = self._is_here = False
         self._copied: Any = None
         """The end of the last copy from host memory. None: nothing is copied."""
 
@@ -64,21 +65,32 @@ class GatheredParams(ABC):
         """
         self.counted = useful_gathers(fewest, self.stage)
 
-    @abstractmethod
     def begin(self, box: Mailbox, place: Place) -> None:
         """Begin to gather, on the stage's lane."""
+        for number in self.hollow:  # from the pool of the lane's stream
+            place.backend.grow(self.leaves[number], place.device)
+        self._gather(box, place)
+        self._is_begun, self._is_here = True, False
 
-    @abstractmethod
     def wait(self, box: Mailbox, place: Place) -> None:
         """Wait on the lane until the parameters are gathered. Gather first if no U did."""
+        if not self._is_begun:
+            self.begin(box, place)
+        if not self._is_here:
+            self._await(box, place)
+            self._is_here = True
 
-    def give_memory(self, place: Place) -> None:
-        """Give the gathered leaves memory, from the pool of the lane's stream."""
-        for number in self.hollow:
-            place.backend.grow(self.leaves[number], place.device)
+    @abstractmethod
+    def _gather(self, box: Mailbox, place: Place) -> None:
+        """Begin to fill the gathered leaves, while the lane's stream continues."""
+
+    @abstractmethod
+    def _await(self, box: Mailbox, place: Place) -> None:
+        """Wait on the lane until the gathered leaves are filled."""
 
     def drop(self, place: Place) -> None:
         """Free the memory of the gathered leaves."""
+        self._is_begun = self._is_here = False
         for number in self.hollow:
             place.backend.shrink(self.leaves[number])
 

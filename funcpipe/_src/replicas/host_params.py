@@ -43,7 +43,6 @@ class HostParams(GatheredParams):
     def __init__(self, stage: int, tree: Tree, device: torch.device) -> None:
         super().__init__(stage, tree)
         self._out: HostStream | None = None
-        self._is_begun = self._is_here = False
         made: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
         for number, leaf in enumerate(self.given):
             if at_home(leaf, device):
@@ -53,13 +52,11 @@ class HostParams(GatheredParams):
                 self.leaves[number] = made[id(leaf)]
         self.is_home = [at_home(leaf, device) for leaf in self.given]
 
-    def begin(self, box: Mailbox, place: Place) -> None:
-        """Begin to copy the parameters to the device, while the lane's stream continues."""
+    def _gather(self, box: Mailbox, place: Place) -> None:
         self._out = self._out or HostStream(place, out=True)
         stream = place.named("home", place.device)
         if all(stream is not each for each in place.copy_streams):
             place.copy_streams.append(stream)
-        self.give_memory(place)
         # The memory comes from the pool of the lane's stream, which may still use it.
         stream.wait_event(place.event())
         with torch.no_grad(), place.module.stream(stream):
@@ -69,20 +66,9 @@ class HostParams(GatheredParams):
                 place.backend.fill(self.leaves[number].data, self.given[number].detach())
         self._copied = place.module.Event()
         self._copied.record(stream)
-        self._is_begun, self._is_here = True, False
 
-    def wait(self, box: Mailbox, place: Place) -> None:
-        """Wait on the lane until the parameters are copied. Copy first if no U did."""
-        if not self._is_begun:
-            self.begin(box, place)
-        if not self._is_here:
-            place.wait(self._copied)
-            self._is_here = True
-
-    def drop(self, place: Place) -> None:
-        """Free the memory of the gathered leaves."""
-        self._is_begun = self._is_here = False
-        super().drop(place)
+    def _await(self, box: Mailbox, place: Place) -> None:
+        place.wait(self._copied)
 
     def reduce(self, gradients: list[Tensor | None], reduction: Reduction) -> None:
         """Begin to copy the gradients to host memory, and free them on the device."""

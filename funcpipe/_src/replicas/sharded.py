@@ -42,7 +42,7 @@ class ShardedParams(GatheredParams):
         self.part = part
         self.cuts = {number: cut for number, cut in cuts.items() if cut is not None}
         self.hollow, self._spread = [*self.cuts], [*cuts]
-        self._begun, self._here = 0, False
+        self._gathers = 0
         with torch.no_grad():
             for number, cut in cuts.items():
                 leaf = self.given[number]
@@ -51,9 +51,7 @@ class ShardedParams(GatheredParams):
                 if cut is not None:
                     self.leaves[number] = hollow_like(leaf, local.device)
 
-    def begin(self, box: Mailbox, place: Place) -> None:
-        """Begin to gather. The lane gets a notice in its mailbox."""
-        self.give_memory(place)
+    def _gather(self, box: Mailbox, place: Place) -> None:
         jobs: list[tuple[Tensor, list[Tensor]]] = []
         for number, cut in self.cuts.items():
             # By ``.data``, so that autograd does not see a write: the numbers are the same as in
@@ -65,26 +63,15 @@ class ShardedParams(GatheredParams):
             ]
             rooms[self.part.replica].copy_(mine)
             jobs.append((mine, rooms))
-        self._begun, self._here = self._begun + 1, False
-        key = Gathered(self.stage, self._begun)
+        self._gathers += 1
+        key = Gathered(self.stage, self._gathers)
         self.part.gather_params(self.stage, jobs, partial(box.put, key))
 
-    def wait(self, box: Mailbox, place: Place) -> None:
-        """Wait on the lane until the parameters are gathered. Gather first if no U did."""
-        if self._here:
-            return
-        if not self._begun:
-            self.begin(box, place)
-        key = Gathered(self.stage, self._begun)
+    def _await(self, box: Mailbox, place: Place) -> None:
+        key = Gathered(self.stage, self._gathers)
         if key not in box.came:
             box.wait(key)
         place.wait(box.came[key])
-        self._here = True
-
-    def drop(self, place: Place) -> None:
-        """Free the memory of the gathered leaves."""
-        self._here = False
-        super().drop(place)
 
     def as_given(self, gradients: Sequence[Tensor | None]) -> list[Any]:
         """Return gradients in the form of the given leaves, DTensors for sharded leaves."""
