@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class LeafGradient:
     leaf: Tensor  # the parameter tensor
     gradient: Tensor  # the sum of the gradients over all places of the leaf
     stage: int  # the first stage with the leaf
-    sums: set[int]  # the gradients that the sum already contains, see `sums_of`
+    sums: set[int]  # the gradients that the sum already contains, see `_tied`
     # Whether the gradient counts in the norm. False for further copies of a tied parameter.
     counts: bool
     reached: bool  # whether a backward reached the leaf. Otherwise the gradient is zeros
@@ -156,8 +155,7 @@ def by_leaf(
     stages, it is tied, and each place already has the sum over all places. ``unused`` has the
     leaves that no backward reached, as (stage, leaf number).
     """
-    sums = sums_of(grads, ties)
-    counted = counted_elsewhere(grads, ties)
+    sums, counted = _tied(grads, ties)
     entries: dict[int, LeafGradient] = {}
     per_stage = isinstance(params, (tuple, list))
     for stage, (tree, grad_tree) in enumerate(
@@ -181,43 +179,9 @@ def by_leaf(
     return list(entries.values())
 
 
-def sums_of(grads: Tree, ties: Ties) -> dict[int, int]:
-    """Map the id of each tied gradient to one id for its tie. Tied gradients are the same sum."""
-    out: dict[int, int] = {}
-    for group in ties:
-        members: list[Any] = []
-        for stage, path in group:
-            try:
-                if grads[stage] is not None:  # else the stage is in another process
-                    members.append(at(grads[stage], path))
-            except (KeyError, IndexError, TypeError, AttributeError):
-                raise PlanError(
-                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the "
-                    "ties of the plan: ties=plan.ties"
-                ) from None
-        out.update((id(member), id(members[0])) for member in members)
-    return out
-
-
-def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
-    """Return the ties, by their ids of `sums_of`, that another process counts in the norm.
-
-    A tie counts once, in the process of its first stage.
-    """
-    sums = sums_of(grads, ties)
-    out: set[int] = set()
-    for group in ties:
-        here = sorted(((s, path) for s, path in group if grads[s] is not None), key=itemgetter(0))
-        if here and here[0][0] > min(stage for stage, _ in group):
-            gradient = at(grads[here[0][0]], here[0][1])
-            out |= {sums[id(gradient)]} if id(gradient) in sums else set()
-    return out
-
-
 def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
     """List the gradients of this process that count in the norm, with their stages."""
-    sums = sums_of(grads, ties)
-    elsewhere = counted_elsewhere(grads, ties)
+    sums, elsewhere = _tied(grads, ties)
     distinct: dict[int, tuple[int, Tensor]] = {}
     for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
         for gradient in leaves(tree):
@@ -225,3 +189,30 @@ def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
             if key not in elsewhere:
                 distinct.setdefault(key, (stage, gradient))
     return [*distinct.values()]
+
+
+def _tied(grads: Tree, ties: Ties) -> tuple[dict[int, int], set[int]]:
+    """Map the id of each tied gradient to one id for its tie. Tied gradients are the same sum.
+
+    The second value has the ids of the ties that another process counts in the norm. A tie counts
+    once, in the process of its first stage.
+    """
+    sums: dict[int, int] = {}
+    elsewhere: set[int] = set()
+    for group in ties:
+        here: list[tuple[int, Any]] = []
+        for stage, path in group:
+            try:
+                if grads[stage] is not None:  # else the stage is in another process
+                    here.append((stage, at(grads[stage], path)))
+            except (KeyError, IndexError, TypeError, AttributeError):
+                raise PlanError(
+                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the "
+                    "ties of the plan: ties=plan.ties"
+                ) from None
+        if here:
+            key = id(here[0][1])
+            sums.update((id(gradient), key) for _, gradient in here)
+            if min(stage for stage, _ in here) > min(stage for stage, _ in group):
+                elsewhere.add(key)
+    return sums, elsewhere

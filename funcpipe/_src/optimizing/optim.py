@@ -374,7 +374,7 @@ def held_of(
             "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set "
             "requires_grad on leaves"
         )
-    ids = _ids(optimizer)
+    ids = {*map(id, held_by(optimizer))}
     stepped = [entry for entry in entries if id(entry.leaf) in ids]
     if not stepped:
         raise PlanError(_HOLDS_NONE)
@@ -383,15 +383,18 @@ def held_of(
 
 def refuse_unheld(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> None:
     """Raise PlanError if an optimizer has none of some leaves."""
-    ids = _ids(optimizer)
+    ids = {*map(id, held_by(optimizer))}
     if not any(id(leaf) in ids for leaf in tensors):
         raise PlanError(_HOLDS_NONE)
 
 
-def _ids(optimizer: torch.optim.Optimizer | None) -> set[int]:
-    """Return the ids of an optimizer's leaves."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return {id(leaf) for group in groups for leaf in group["params"]}
+def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """Return all leaves of an optimizer."""
+    return [
+        leaf
+        for group in (optimizer.param_groups if optimizer is not None else ())
+        for leaf in group["params"]
+    ]
 
 
 _HOLDS_NONE = (

@@ -23,9 +23,8 @@ from funcpipe._src.engine.execute import LaneExecutor
 from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.failures import add_note, in_batch
 from funcpipe._src.engine.options import Executor, ExecutorLike, RunOptions
-from funcpipe._src.optimizing.optim import check_options, steps_by_leaf
+from funcpipe._src.optimizing.optim import check_options, held_by, steps_by_leaf
 from funcpipe._src.optimizing.rates import Rates, refuse_scheduler
-from funcpipe._src.optimizing.stepping import held_by
 from funcpipe._src.optimizing.together import run_together
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.stages.context import checked_plan, outside_of_graphs

@@ -29,7 +29,13 @@ from funcpipe._src.engine.prepare import Prepared
 from funcpipe._src.engine.unused import UnusedLeaf, unused_leaves
 from funcpipe._src.optimizing.leaf_gradients import LeafGradient, by_leaf, of_result
 from funcpipe._src.optimizing.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
-from funcpipe._src.optimizing.optim import apply_gradients, held_of, refuse_unheld, steps_by_leaf
+from funcpipe._src.optimizing.optim import (
+    apply_gradients,
+    held_by,
+    held_of,
+    refuse_unheld,
+    steps_by_leaf,
+)
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.replicas.replicas import Reduction
 
@@ -337,15 +343,6 @@ def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
             if torch.is_autocast_enabled(kind):
                 modes.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """Return all leaves of an optimizer."""
-    return [
-        leaf
-        for group in (optimizer.param_groups if optimizer is not None else ())
-        for leaf in group["params"]
-    ]
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> None:
