@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from funcpipe._src.core.shown import named, stages_words
 from funcpipe._src.data.identity import described_callable, summed_up
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.stage import Stage, names_of
+
+T = TypeVar("T")
 
 START = "the start of a run"  # the topic of the first exchange of a run
 
@@ -106,19 +109,15 @@ def agree(
             have the same words.
     """
     said = [*zip(names, words, strict=True)]
-    faults = _differences(said, "the plan", lambda word: word.plan)
+    by_replica = of_replicas(said, replicas)
+    faults = _differences(said, "the plan", attrgetter("plan"))
     for name in words[0].options:
         faults += _differences(said, name, lambda word, name=name: word.options.get(name))
     faults += [f"{name} {lack}" for name, word in said for lack in word.lacks]
-    faults += _differences(said, "the length of the sequences", lambda word: word.length, some=True)
-    size = len(words) // replicas
-    groups = [words[first : first + size] for first in range(0, len(words), size)]
-    for number in range(replicas):
+    faults += _differences(said, "the length of the sequences", attrgetter("length"), some=True)
+    for number, group in enumerate(by_replica):
         of = f" of replica {number}" if replicas > 1 else ""
-        group = said[number * size : (number + 1) * size]
-        faults += _differences(
-            group, f"the rows of the batch{of}", lambda word: word.rows, some=True
-        )
+        faults += _differences(group, f"the rows of the batch{of}", attrgetter("rows"), some=True)
         faults += _differences(
             group,
             f"ready-made microbatches{of}",
@@ -127,14 +126,11 @@ def agree(
         )
         faults += _other_batches(group, of)
     faults += _other_functions([(name, word.functions) for name, word in said])
-    for rank in range(size):
-        faults += _differences(
-            said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained
-        )
-        faults += _differences(
-            said[rank::size], f"the parameters of rank {rank}", lambda word: word.copies
-        )
+    for rank, copies in enumerate(zip(*by_replica, strict=True)):
+        faults += _differences(copies, f"trained leaves of rank {rank}", attrgetter("trained"))
+        faults += _differences(copies, f"the parameters of rank {rank}", attrgetter("copies"))
     raise_all("the ranks do not run the same:", faults, RanksError)
+    groups = of_replicas(words, replicas)
     parts = tuple([_parts(group, limit) for group in groups])
     merged = all(word.merged is not False for word in words)
     marked = any(word.marked for word in words)
@@ -156,6 +152,12 @@ def agree(
     return Agreed(
         parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new
     )
+
+
+def of_replicas(values: Sequence[T], replicas: int) -> list[Sequence[T]]:
+    """Return the values of all processes, by replica."""
+    size = len(values) // replicas
+    return [values[first : first + size] for first in range(0, len(values), size)]
 
 
 class PreviousWords:

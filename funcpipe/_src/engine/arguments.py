@@ -116,9 +116,9 @@ def check_arguments(
             "to nest stages"
         )
     if halves:
-        refuse_halves(plan, plan.schedule.has_backward)
+        refuse_halves(plan)
     else:
-        refuse_modes(name, plan, plan.schedule.has_backward)
+        refuse_modes(name, plan)
     refuse_options(options)
     part = part or whole(plan)
     here = part.stages

@@ -387,9 +387,8 @@ def _find_lent_twice(plan: Plan) -> list[str]:
     names: dict[int, str] = {}
     for stage, composed in enumerate(plan.stages):
         for simple in composed.simple():
-            for key, (name, _) in (
-                {} if isinstance(simple.fn, Bindable) else lent_modules(simple.fn)
-            ).items():
+            lent = {} if isinstance(simple.fn, Bindable) else lent_modules(simple.fn)
+            for key, (name, _) in lent.items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name
     return [

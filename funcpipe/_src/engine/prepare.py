@@ -25,7 +25,7 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.stage import names_of
 from funcpipe._src.devices.stream import Place
-from funcpipe._src.engine.agreement import Agreed, Word, functions_of, weights_of_all
+from funcpipe._src.engine.agreement import Agreed, Word, functions_of, of_replicas, weights_of_all
 from funcpipe._src.engine.arguments import Given, check_arguments
 from funcpipe._src.engine.mail import Mailbox
 from funcpipe._src.engine.options import RunOptions
@@ -290,8 +290,7 @@ def _weighed_again(
 ) -> tuple[tuple[float, ...], ...] | None:
     """Compute the weights of all microbatches again, after some process had to cut again."""
     found: list[Weighed] = part.exchange("the weights of microbatches", weighed(cut, plan))
-    size = len(found) // part.replicas
-    return weights_of_all([found[first : first + size] for first in range(0, len(found), size)])
+    return weights_of_all(of_replicas(found, part.replicas))
 
 
 def _trained(

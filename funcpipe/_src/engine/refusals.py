@@ -231,9 +231,9 @@ def refuse_options(options: RunOptions) -> None:
         raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
 
 
-def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
+def refuse_modes(name: str, plan: Plan) -> None:
     """Raise PlanError if a plan with backwards has no loss, or autograd is disabled."""
-    if not backward:
+    if not plan.schedule.has_backward:
         return
     if plan.loss is None:
         raise PlanError(
@@ -249,7 +249,7 @@ def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
         )
 
 
-def refuse_halves(plan: Plan, backward: bool) -> None:
+def refuse_halves(plan: Plan) -> None:
     """Raise PlanError for a plan that a `vjp` cannot run."""
     if plan.loss is not None:
         raise PlanError(
@@ -261,7 +261,7 @@ def refuse_halves(plan: Plan, backward: bool) -> None:
             f"vjp takes whole microbatches, but the plan's schedule {plan.schedule.name!r} cuts "
             "them into slices; use a schedule without num_slices="
         )
-    if not backward:
+    if not plan.schedule.has_backward:
         raise PlanError(
             "vjp needs a schedule with backwards, and the plan's schedule has none; use "
             "fp.schedules.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone"

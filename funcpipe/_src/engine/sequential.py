@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import StageError, Where, fail
 from funcpipe._src.core.tree import Tree
@@ -140,17 +138,12 @@ class Loop:
         try:
             for piece in range(self.ready.batch.num_pieces):
                 for _ in self.forward(piece, keep=schedule.has_backward):
-                    if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
-                        self.switches.check()
+                    self.switches.check()
                 # Last stage first, because a backward needs the gradient from the next stage.
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
-                        if (
-                            self.switches.touched
-                            or torch.is_grad_enabled() is not self.switches.grad
-                        ):
-                            self.switches.check()
+                        self.switches.check()
         except BaseException as error:
             fail(error, self.where())
 

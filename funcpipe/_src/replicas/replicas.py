@@ -144,13 +144,7 @@ class Replicas:
     def gather(
         self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
     ) -> None:
-        """Begin to gather parts of tensors from the other replicas.
-
-        Args:
-            parts: for each tensor, the part of this replica, and memory for the part of each
-                replica.
-            done: called with the event after which the parts are ready, or None.
-        """
+        """Begin to gather parts of tensors from the other replicas, as `PlanPart.gather_params`."""
         queued = self._queued()
 
         def work() -> None:
