@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +24,7 @@ from funcpipe._src.compiled.recompute import recompute as least_kept
 from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import PlanError, TraceError
 from funcpipe._src.core.log import log
+from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.tracing import tracing
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable
 from funcpipe._src.core.words import size_of
@@ -41,44 +42,29 @@ _BACKENDS: dict[str, Backend | None] = {
 """The backends by name. None: programs are Python code that calls torch's kernels."""
 
 
+@dataclass(eq=False)
 class Compiled:
-    """The programs of a compiled stage by signature, and the options that make new ones.
+    """The programs of a compiled stage by signature, and the options that make new ones."""
 
-    Attributes:
-        backend: builds the programs.
-        fuse: whether weight-gradient products are added to their sums in one operation.
-        recompute: whether values that are cheap to compute again are not kept for the backward.
-        fallback: whether a stage that cannot be traced runs eagerly.
-        max_programs: the number of signatures whose programs are kept.
-        found: the outcome for each signature and the Python values that the trace read, least
-            recently used first: programs, or the reason why there are none.
-        readers: for each signature, the functions that read these Python values, one for each path
-            that the code has taken.
-        made: the number of outcomes in total.
-    """
+    backend: Backend | str  # builds the programs
+    fuse: bool  # whether weight-gradient products are added to their sums in one operation
+    recompute: bool  # whether values that are cheap to compute again are not kept for the backward
+    fallback: bool  # whether a stage that cannot be traced runs eagerly
+    max_programs: int  # the number of signatures whose programs are kept
 
-    def __init__(
-        self,
-        *,
-        backend: Backend | str,
-        fuse: bool,
-        recompute: bool,
-        fallback: bool,
-        max_programs: int,
-    ) -> None:
-        self.backend, self.fuse, self.recompute, self.fallback = backend, fuse, recompute, fallback
-        self.max_programs = max_programs
+    def __post_init__(self) -> None:
+        # The outcome for each signature and the Python values that the trace read, least recently
+        # used first: programs, or the reason why there are none.
         self.found: dict[tuple[ValuesKey, Hashable], Programs | TraceError] = {}
+        # For each signature, the functions that read these Python values, one for each path that
+        # the code has taken.
         self.readers: dict[Hashable, list[PythonValues]] = {}
-        self.made = 0
+        self.made = 0  # the number of outcomes in total
         self._has_warned = False
         self._trace_lock, self._cache_lock = threading.Lock(), threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, tuple(declared_fields(self).values())
 
     def __call__(
         self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any
@@ -100,9 +86,8 @@ class Compiled:
         """
         outcome = self._find(signature)
         if outcome is None:
-            with (
-                self._trace_lock
-            ):  # a thread that waited here finds the outcome of the other thread
+            # A thread that waited here finds the outcome of the other thread.
+            with self._trace_lock:
                 outcome = self._find(signature) or self._trace(signature, bound, args)
         if isinstance(outcome, Programs):
             return outcome
@@ -202,9 +187,6 @@ class Compiled:
             warnings.warn(text, stacklevel=2)
 
 
-_OPTIONS = ("backend", "fuse", "recompute", "fallback", "max_programs")
-
-
 def compile_stage(
     stage: Stage,
     *,
@@ -290,13 +272,7 @@ def compile_stage(
             "max_programs is a positive int, the number of signatures whose programs are kept; "
             f"got {max_programs!r}"
         )
-    compiled = Compiled(
-        backend=backend,
-        fuse=fuse,
-        recompute=recompute,
-        fallback=fallback,
-        max_programs=max_programs,
-    )
+    compiled = Compiled(backend, fuse, recompute, fallback, max_programs)
     return replace(stage, program=compiled)
 
 
