@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -76,48 +76,36 @@ def saved_tensors_are_hooked() -> bool:
         return True
 
 
-class ThreadSettings(NamedTuple):
-    """The settings of a thread that its computations depend on."""
-
-    inference: bool  # whether inference mode is on
-    device: torch.device | None  # the default device, or None if it is not set
-    autocast: Casts  # by kind of device, whether autocast is on, and its dtype
-
-
-def settings_now() -> ThreadSettings:
-    """Return the settings of this thread."""
-    # A default device is a function mode; without modes, torch need not be asked.
-    device = torch.get_default_device() if modes_on("function") else None
-    return ThreadSettings(torch.is_inference_mode_enabled(), device, autocast_now())
-
-
 class CallerContext:
-    """The settings of a run's caller. Each thread of the run enters them."""
+    """The settings of this thread that its computations depend on. Each thread of a run enters the
+    settings of the run's caller."""
 
     def __init__(self) -> None:
-        self.settings = settings_now()
+        self.inference = torch.is_inference_mode_enabled()
+        # A default device is a function mode; without modes, torch need not be asked.
+        self.device = torch.get_default_device() if modes_on("function") else None
+        self.autocast = autocast_now()
 
     def entered(self) -> AbstractContextManager[object]:
         """Enter these settings on this thread."""
-        now = settings_now()
-        return nullcontext() if now == self.settings else self._changed(now)
+        now = CallerContext()
+        return nullcontext() if vars(now) == vars(self) else self._changed(now)
 
     @contextmanager
-    def _changed(self, now: ThreadSettings) -> Generator[None]:
-        inference, device, autocast = self.settings
+    def _changed(self, now: CallerContext) -> Generator[None]:
         with ExitStack() as stack:
-            if inference is not now.inference:
-                stack.enter_context(torch.inference_mode(inference))
+            if self.inference is not now.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
             # Also switch autocast off if this thread has it and the caller has not.
-            for kind, (enabled, dtype) in autocast.items():
+            for kind, (enabled, dtype) in self.autocast.items():
                 if enabled or now.autocast[kind][0]:
                     stack.enter_context(
                         torch.autocast(
                             kind, dtype if enabled else None, enabled, cache_enabled=False
                         )
                     )
-            if device != now.device:
-                stack.enter_context(device or torch.device("cpu"))
+            if self.device != now.device:
+                stack.enter_context(self.device or torch.device("cpu"))
             yield
 
     def computing(self) -> AbstractContextManager[object]:

@@ -56,7 +56,6 @@ from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
 from funcpipe._src.stages.foreign import (
     mark_owner,
-    refuse_backward,
     refuse_foreign,
     refuse_in_loss,
     refuse_other_stages,
@@ -98,7 +97,8 @@ class EagerBound:
         self.train = train
         self.backwards = backwards
         self.keys = keys
-        self.loss, self.shares, self._phase = loss, shares, ""
+        self.loss, self.shares = loss, shares
+        self.phase = ""  # the part of a forward that runs, if it is not the stage's function
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched: divisors.WatchDivisors | None = None
         self.unproven = self.passed = False  # whether `check_mean` must run, and has passed before
@@ -143,11 +143,6 @@ class EagerBound:
         self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # for all microbatches
         if self.guessed:
             self.drawing.means = []
-
-    @property
-    def phase(self) -> str:
-        """Return the part of a forward that runs, if it is not the stage's function."""
-        return self._phase
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run the stage; with ``keep``, also return the residual for its backward.
@@ -206,7 +201,7 @@ class EagerBound:
         Also record whether the stage uses a reentrant checkpoint.
         """
         self.params.refuse_rebinding()
-        refuse_backward(self.params.sums.unexpected_gradients())
+        self.params.sums.refuse_early()
         if has_reentrant_checkpoint(roots):
             self.stage.seen.reentrant.add(self.train)
             self.reentrant = True
@@ -317,7 +312,7 @@ class EagerBound:
         """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
         target = args.target
         assert target is not None
-        self._phase = "loss"
+        self.phase = "loss"
         # The output may also be returned to the user, so a loss that works in place gets a copy.
         if y.spec is LEAF and isinstance(graph[0], Tensor):
             tree = cow_clone_unchecked(graph[0])
@@ -342,7 +337,7 @@ class EagerBound:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
         # Not in a finally: after an error, the coordinates still name the loss.
-        self._phase = ""
+        self.phase = ""
         return total, loss
 
     def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:

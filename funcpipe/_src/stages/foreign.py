@@ -1,16 +1,14 @@
-"""Refuse gradients that a run would miss: of tensors outside params, and of a stage's own
-backward."""
+"""Refuse gradients that a run would miss: of tensors outside params."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, raise_all
-from funcpipe._src.core.torch_names import TABLES
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.stages.reached import Reached
 
@@ -31,9 +29,8 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
             "no gradient from here, because its backward may be over; keep the input detached, or "
             "pass it as a skip or as the carry of a slice"
         )
-    names = {id(value): name for name, value in Reached(stage).found.items()} | hidden_in(
-        getattr(fn, "module", None)
-    )
+    reached = Reached(stage, getattr(fn, "module", None)).found
+    names = {id(value): name for name, value in reached.items()}
     refs = stage.seen.foreign
     earlier = [ref() for ref in refs]
     faults = [
@@ -76,44 +73,6 @@ def refuse_other_stages(stage: int, leaves: Iterable[Tensor]) -> None:
             "attribute or a list has kept, and no gradient flows back to that stage from here; "
             "return the value beside the output, or as a skip (Out(stash=...), pop=), or keep it "
             "detached"
-        )
-
-
-def hidden_in(module: nn.Module | None) -> dict[int, str]:
-    """Return the names of tensors in plain attributes of a module, by id.
-
-    Looks also into containers and modules in these attributes.
-    """
-    found: dict[int, str] = {}
-
-    def visit(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            found.setdefault(id(value), name)
-        elif isinstance(value, nn.Module):
-            for path, parameter in value.named_parameters():
-                found.setdefault(id(parameter), f"{name}.{path}")
-        elif isinstance(value, Mapping) and depth:
-            for key, entry in cast("Mapping[Any, Any]", value).items():
-                visit(f"{name}[{key!r}]", entry, depth - 1)
-        elif isinstance(value, (list, tuple, set)) and depth:
-            for number, entry in enumerate(cast("Sequence[Any]", value)):
-                visit(f"{name}[{number}]", entry, depth - 1)
-
-    for path, layer in module.named_modules() if module is not None else ():
-        for key, value in vars(layer).items():
-            if key not in TABLES:
-                visit(f"{path}.{key}".lstrip("."), value, 4)
-    return found
-
-
-def refuse_backward(left: Sequence[int]) -> None:
-    """Raise PlanError for a stage that has called backward, which ``left`` gradients on
-    parameters."""
-    if left:
-        raise PlanError(
-            "the stage, or the loss, calls backward itself, but the run calls backward: return "
-            "only the output, or the loss. For a gradient within the forward use "
-            "torch.autograd.grad(y, x, create_graph=True)"
         )
 
 

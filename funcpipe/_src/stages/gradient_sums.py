@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.plain_tensors import is_plain
 from funcpipe._src.core.torch_names import is_shared_lazily, storage_number, storage_users, version
-from funcpipe._src.stages.foreign import refuse_backward
 
 
 class GradientSums:
@@ -35,10 +35,14 @@ class GradientSums:
         """For sums that began as zeros, their version counters at that time, by number."""
         self._negative: set[int] = set()  # the numbers of the sums that may still be negative zeros
 
-    def unexpected_gradients(self) -> list[int]:
-        """Return the aliases with a gradient before the first backward: the stage called
-        backward."""
-        return [number for number in self.lacking if self._aliases[number].grad is not None]
+    def refuse_early(self) -> None:
+        """Raise PlanError for gradients before the first backward of the run."""
+        if any(self._aliases[number].grad is not None for number in self.lacking):
+            raise PlanError(
+                "the stage, or the loss, calls backward itself, but the run calls backward: return "
+                "only the output, or the loss. For a gradient within the forward use "
+                "torch.autograd.grad(y, x, create_graph=True)"
+            )
 
     def prepare(self) -> None:
         """Prepare for a backward: begin the sums of tensors that are not plain with zeros of the
@@ -47,7 +51,7 @@ class GradientSums:
         Raises:
             PlanError: the stage called backward itself.
         """
-        refuse_backward(self.unexpected_gradients())
+        self.refuse_early()
         while self._not_plain:
             self._begin_as_zeros(self._not_plain.pop())
 

@@ -212,15 +212,10 @@ def _not_finite(values: Values) -> list[str]:
 def _count(leaf: Any) -> str:
     if not is_differentiable(leaf) or leaf.is_meta:
         return ""
-    leaf = numbers(_wide(leaf))
+    # 8-bit types as float32, because torch has no isfinite for them.
+    leaf = numbers(leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach())
     if bool(entire(torch.isfinite(leaf).all())):
         return ""
     nans = int(entire(leaf.isnan().sum()))
     infinite = leaf.numel() - int(entire(torch.isfinite(leaf).sum())) - nans
     return f"{nans} NaN and {infinite} Inf among {leaf.numel()} numbers"
-
-
-def _wide(leaf: Tensor) -> Tensor:
-    """Return the leaf without its graph. 8-bit types become float32, because torch has no isfinite
-    for them."""
-    return leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach()

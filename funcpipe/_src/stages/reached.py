@@ -11,23 +11,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from funcpipe._src.core.captured import captured_values, is_foreign
+from funcpipe._src.core.torch_names import TABLES
 from funcpipe._src.data.stage import Stage
 
 _MANY = 1000  # containers with more entries are not searched; only their length is recorded
 
 
 class Reached:
-    """The leaves that one stage closes over.
+    """The leaves that one stage closes over, and the leaves in attributes of ``module``."""
 
-    Attributes:
-        found: leaves by name: tensors, numbers, strings, None, lengths of containers.
-    """
-
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, module: nn.Module | None = None) -> None:
+        # Leaves by name: tensors, numbers, strings, None, lengths of containers.
         self.found: dict[str, Any] = {}
         self._seen: set[int] = set()
         for part in stage.simple():
             self._look("", part.fn)
+        for path, layer in module.named_modules() if module is not None else ():
+            for key, value in vars(layer).items():
+                if key not in TABLES:
+                    self._look(f"{path}.{key}".lstrip("."), value)
 
     def _look(self, name: str, value: Any) -> None:
         """Record a leaf, or search an object that may contain leaves."""

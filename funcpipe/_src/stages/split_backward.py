@@ -9,7 +9,7 @@ Zero Bubble, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,8 +91,7 @@ def numbers_that_wait(
     """Return the numbers of the parameters that `walk_to_inputs` leaves to W."""
     if not inputs:
         return {*range(len(params))}
-    nodes = [get_gradient_edge(root).node for root in roots]
-    heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
+    heavy = _heavy_operations(roots, inputs, params)
     waiting = {id(weight) for weights in heavy.values() for weight in weights}
     return {number for number, param in enumerate(params) if id(param) in waiting}
 
@@ -107,10 +106,7 @@ def walk_to_inputs(
     W."""
     if not inputs:  # no other stage waits, so leave everything to W
         return [Waiting(roots, gradients, params)]
-    nodes = [
-        (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots
-    ]
-    heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
+    heavy = _heavy_operations(roots, inputs, params)
     waiting = {id(weight) for weights in heavy.values() for weight in weights}
     arrived: list[tuple[Any, Tensor, Sequence[int]]] = []
 
@@ -134,16 +130,17 @@ def walk_to_inputs(
 
 
 def _heavy_operations(
-    roots: Sequence[Any], inputs: Set[int], params: Set[int]
+    roots: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor], params: Sequence[Tensor]
 ) -> dict[Any, list[Tensor]]:
     """Return the heavy operations between roots and inputs, each with the parameters that only it
-    reaches.
-
-    ``inputs`` and ``params`` are ids of tensors.
-    """
+    reaches."""
+    nodes: list[Any] = [
+        (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots
+    ]
+    input_ids, param_ids = set(map(id, inputs)), set(map(id, params))
     behind: dict[Any, Sequence[tuple[Any, int]]] = {}  # by node, its next nodes in a backward
     passing: dict[Any, None] = {}  # the nodes that lead to an input
-    todo: list[tuple[Any, bool]] = [(root, False) for root in roots]
+    todo: list[tuple[Any, bool]] = [(node, False) for node in nodes]
     while todo:
         node, is_known = todo.pop()
         if is_known:  # all nodes behind it have been visited
@@ -154,13 +151,13 @@ def _heavy_operations(
             if following:
                 todo.append((node, True))
                 todo += [(each, False) for each, _ in following]
-            elif id(_leaf(node)) in inputs:
+            elif id(_leaf(node)) in input_ids:
                 passing[node] = None
     if any(type(node).__name__ in _WHOLE for node in behind):
         return {}
     # Every other node belongs to the heavy operation that leads to it, or to None, which is I. A
     # node that two owners reach must be walked in I, so neither operation may wait.
-    branches: list[tuple[Any, Any]] = [(None, root) for root in roots]
+    branches: list[tuple[Any, Any]] = [(None, node) for node in nodes]
     for node in passing:
         name = node.name()
         # A packed node is in a torch.utils.checkpoint region, which I and W would compute twice.
@@ -184,7 +181,7 @@ def _heavy_operations(
         leaf = None if behind[node] else _leaf(node)
         if is_packed(node):
             not_alone.add(owner)
-        elif leaf is not None and id(leaf) in params:
+        elif leaf is not None and id(leaf) in param_ids:
             weights.setdefault(owner, []).append(leaf)
     return {
         node: found for node, found in weights.items() if node is not None and node not in not_alone
