@@ -50,7 +50,7 @@ class CompiledBound:
     """
 
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
-        self.compiled, self.eager = compiled, EagerBound(*bound, **options)  # as `Program` says
+        self.compiled, self.eager = compiled, EagerBound(*bound, **options)
         self.params = self.eager.params
         self.params.when_forgotten(self._forget)
         self._bare = self._all_bare()

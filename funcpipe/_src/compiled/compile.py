@@ -69,8 +69,7 @@ class Compiled:
     def __call__(
         self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any
     ) -> CompiledBound:
-        """Bind a stage for one run, as `Program` specifies. Raises PlanError if parameters or
-        state do not fit."""
+        """Bind a stage for one run, with the arguments of `EagerBound`."""
         return CompiledBound(self, stage, index, params, state, **options)
 
     def reasons(self) -> list[str]:

@@ -29,7 +29,7 @@ from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe._src.models.example import unmarked
 from funcpipe._src.models.split import split
-from funcpipe._src.stages.bound import Bound, Program, StageArgs, StageOut
+from funcpipe._src.stages.bound import Bound, StageArgs, StageOut
 from funcpipe._src.stages.context import (
     CallerContext,
     cores,
@@ -299,7 +299,7 @@ class _Sweep:
     def _bound(self, number: int, args: StageArgs) -> Bound:
         """Bind the stage of a layer, and do its work that happens once per run."""
         layer = self.layers[number]
-        program: Program = layer.stage.program or EagerBound
+        program: Callable[..., Bound] = layer.stage.program or EagerBound
         bound = program(
             layer.stage,
             number,

@@ -1,13 +1,13 @@
 """The interface between executors and stages: forward, backward, and its halves I and W.
 
-`Bound` is one stage with its parameters for one run, and `Program` makes it. `EagerBound` is one
-implementation; compiled stages have another.
+`Bound` is one stage with its parameters for one run. `EagerBound` and `CompiledBound` implement it.
+Executors look at two members of a residual: ``nbytes``, and ``move`` to the host or back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,10 +16,7 @@ from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import BatchError
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.result import Loss
-from funcpipe._src.data.stage import Stage
-from funcpipe._src.devices.host_link import HostStream
 from funcpipe._src.stages.params import StageParams
-from funcpipe._src.stages.rng import Keys
 
 Gradients = list[Tensor | None]  # the gradient of each leaf of a border, or None
 
@@ -62,22 +59,6 @@ class Cotangents(NamedTuple):
 
     x: Gradients
     skips: list[Gradients]
-
-
-class Residual(Protocol):
-    """The data that a forward keeps for its backward. Executors do not look into it."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the border tensors that the residual holds."""
-        ...
-
-    def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move the residual to the host or back, except memory at ``fixed`` addresses.
-
-        Returns the event after which the copy is ready.
-        """
-        ...
 
 
 class Bound(Protocol):
@@ -204,28 +185,3 @@ class Shares(NamedTuple):
 def _is_sum(loss: Loss) -> bool:
     """Return whether a value of weight 0 is a sum that counts. A mean of no rows is NaN, or 0."""
     return math.isfinite(total := float(loss.sum)) and total != 0
-
-
-class Program(Protocol):
-    """Binds a stage to its parameters for a run: eager, or compiled."""
-
-    def __call__(
-        self,
-        stage: Stage,
-        index: int,
-        params: Tree,
-        state: Tree,
-        *,
-        trainable: Sequence[bool],
-        train: bool,
-        backwards: bool,
-        keys: Keys,
-        loss: Callable[..., Any] | None,
-        shares: Shares | None,
-        guard: bool = False,
-    ) -> Bound:
-        """Bind a stage for one run. With ``guard``, the stage's writes to parameters go to copies.
-
-        Raises PlanError if parameters or state do not fit the stage.
-        """
-        ...

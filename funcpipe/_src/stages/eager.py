@@ -75,7 +75,11 @@ _NOTHING = ForwardReport(_EMPTY, None, None)
 
 
 class EagerBound:
-    """A stage bound to its parameters, run with plain autograd."""
+    """A stage bound to its parameters, run with plain autograd.
+
+    With ``guard``, the stage's writes to parameters go to copies. Raises PlanError if parameters or
+    state do not fit the stage.
+    """
 
     def __init__(
         self,
