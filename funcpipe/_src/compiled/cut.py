@@ -36,15 +36,6 @@ class Part:
     reads: list[fx.Node]  # the values from outside, in the order of the graph
 
 
-class Product(NamedTuple):
-    """A product of two matrices."""
-
-    # `left`, `right`: the factors.
-    left: fx.Node
-    right: fx.Node
-    turned: bool  # whether the left factor is transposed
-
-
 Program = TypeVar("Program")
 
 
@@ -67,15 +58,9 @@ class Cut:
     come in another order than I, these sums would be added in another order than in the eager
     stage.
 
-    Args:
-        joint: the graph.
-        fuse: whether products are added to their sums in one operation.
-
     Attributes:
         kept: the values that F keeps for the backward.
-        forward: F, before a backward.
-        alone: A, F without a backward.
-        once: C, computed from parameters and state alone. None: there is nothing to compute.
+        forward, alone, once: F, A and C, see `Programs`.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool) -> None:
@@ -153,13 +138,13 @@ def nodes_in(values: Any) -> list[fx.Node]:
     return nodes
 
 
-def product(node: fx.Node) -> Product:
-    """The factors of a product."""
+def product(node: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
+    """The factors of a product of two matrices, and whether the left factor is transposed."""
     left: Any
     right: Any
     left, right = node.args
     turned = left.target is _aten.t.default
-    return Product(left.args[0] if turned else left, right, turned)
+    return (left.args[0] if turned else left), right, turned
 
 
 def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.data.stage import Stage
+from funcpipe._src.stages.explain import described
 from funcpipe._src.stages.reached import Reached
 
 
@@ -34,10 +35,7 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
     refs = stage.seen.foreign
     earlier = [ref() for ref in refs]
     faults = [
-        (
-            f"{names.get(id(leaf), 'a tensor')}: {str(leaf.dtype).removeprefix('torch.')} "
-            f"{list(leaf.shape)}"
-        )
+        f"{names.get(id(leaf), 'a tensor')}: {described(leaf)}"
         for leaf in foreign
         if id(leaf) in names or any(leaf is other for other in earlier)
     ]
@@ -95,14 +93,10 @@ def refuse_in_loss(foreign: Sequence[Tensor], leaves: Iterable[Any]) -> None:
             "compute a term of parameters in their stage, fp.Out(y, loss=(term, 1.0)), or use the "
             "optimizer's weight_decay="
         )
-    kept = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter)]
     raise_all(
         "the loss has its own parameters, which get no gradient from a run. To train them, move "
         "the part of the loss with these parameters to the end of the last stage. If they are "
         "trained elsewhere, as a critic is, freeze them during the run: "
         "critic.requires_grad_(False), or torch.func.functional_call of detached parameters:",
-        [
-            f"a parameter, {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-            for leaf in kept
-        ],
+        [f"a parameter, {described(leaf)}" for leaf in foreign if isinstance(leaf, nn.Parameter)],
     )

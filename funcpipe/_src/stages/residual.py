@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -52,13 +53,8 @@ class EagerResidual:
         """
         if self._moved is not None:
             return self._moved
-        named = [
-            *self.y,
-            *(leaf for leaves in self.stash.values() for leaf in leaves),
-            *self.x.values(),
-        ]
-        named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
-        return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
+        outputs = [*self.y, *chain.from_iterable(self.stash.values())]
+        return sum(leaf.nbytes for leaf in outputs + self.inputs() if isinstance(leaf, Tensor))
 
     def inputs(self) -> list[Tensor]:
         """Return the leaves of the input and the skips that get gradients."""
@@ -128,16 +124,10 @@ class EagerResidual:
         for piece, copy in zip(self._pieces, copies, strict=True):
             piece.empty()
             piece.flat = copy
-        for leaves in (self.x, *(leaves for _, leaves in self.skips)):
-            for leaf in leaves.values():
-                if (
-                    is_plain(leaf)
-                    and leaf.numel()
-                    and to.takes(leaf)
-                    and address(leaf) not in fixed
-                ):
-                    # By .data: the graph ends at this very tensor, so it must stay the same object.
-                    leaf.data = to.place.backend.hollow(leaf)
+        for leaf in self.inputs():
+            if is_plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
+                # By .data: the graph ends at this very tensor, so it must stay the same object.
+                leaf.data = to.place.backend.hollow(leaf)
         self._moved = 0
         return self._event
 
