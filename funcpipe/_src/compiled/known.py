@@ -60,13 +60,7 @@ class Known:
             or "empty" in str(func)
         ):
             if schema(func).is_mutable:
-                self._forget(
-                    [
-                        leaf
-                        for leaf in pytree.tree_leaves((args, kwargs))
-                        if isinstance(leaf, Tensor)
-                    ]
-                )
+                self._forget(pytree.tree_leaves((args, kwargs)))
             return
         try:
             with without_modes(), torch.no_grad():
@@ -83,17 +77,18 @@ class Known:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if any(isinstance(leaf, Tensor) and id(leaf) not in self._real for leaf in leaves):
             return None
-        if any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
-            leaves = [
-                torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves
-            ]
-        values = [self._real[id(leaf)][1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(values, spec)
 
-    def _forget(self, written: Sequence[Tensor]) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._real[id(leaf)][1]
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        return pytree.tree_unflatten(map(real, leaves), spec)
+
+    def _forget(self, written: Sequence[Any]) -> None:
         """Forget the numbers of tensors that were written into, and of all tensors that share
         their memory."""
-        reals = [self._real[id(tensor)][1] for tensor in written if id(tensor) in self._real]
+        reals = [self._real[id(leaf)][1] for leaf in written if id(leaf) in self._real]
         storages = {real.untyped_storage().data_ptr() for real in reals}
         self._real = {
             key: pair

@@ -254,9 +254,7 @@ class PythonValues:
             self._note(f"{path}[:]", (str(value.dtype), value.shape, numbers))
             if numbers:
                 self._arrays.append((value, numbers))
-        elif isinstance(value, random.Random) or _is_numpy(
-            value, "random.Generator", "random.RandomState"
-        ):
+        elif isinstance(value, random.Random) or _is_numpy(value, "Generator", "RandomState"):
             self.generators[path] = _state(value)
         elif isinstance(value, ModuleType):
             self._table(path, vars(value).get, sorted(self.executed.names & vars(value).keys()))
@@ -272,32 +270,24 @@ class PythonValues:
 
     def _table(self, path: str, get: Callable[[str, Any], Any], names: Sequence[str]) -> None:
         """Look at named values."""
-        rows = [(name, get(name, _ABSENT)) for name in names]
-        rows = [(name, value) for name, value in rows if not _never_changes(value)]
-        rows = [
-            (name, value)
-            for name, value in rows
-            if f"{path}.{name}".lstrip(".") not in self.ignored
-        ]
-        self._rows += [(get, name, value) for name, value in rows]
-        for name, value in rows:
+        for name in names:
+            place, value = f"{path}.{name}".lstrip("."), get(name, _ABSENT)
+            if place in self.ignored or _never_changes(value):
+                continue
+            self._rows.append((get, name, value))
             if value is not _ABSENT:
-                self._any(f"{path}.{name}".lstrip("."), value)
+                self._any(place, value)
 
     def _entries(self, path: str, container: Any) -> None:
         self._note(f"len({path})", len(container))
         if len(container) > _MANY:
             return
-        views = (
-            [container.keys(), container.values()]
-            if isinstance(container, Mapping)
-            else [container]
-        )
+        views, pairs = [container], enumerate(container)
+        if isinstance(container, Mapping):
+            views, pairs = [container.keys(), container.values()], container.items()
         if not isinstance(container, tuple):
             self._views += [(view, list(view)) for view in views]
-        for key, entry in (
-            container.items() if isinstance(container, Mapping) else enumerate(container)
-        ):
+        for key, entry in pairs:
             self._any(f"{path}[{key!r}]", entry)
 
     def _function(self, path: str, fn: FunctionType) -> None:
@@ -325,16 +315,8 @@ class PythonValues:
         """Look at the attributes of an object or a class that the code names, and at those of
         its classes."""
         names = self.executed.names
-        classes = (
-            []
-            if value is None
-            else list((value if isinstance(value, type) else type(value)).__mro__)
-        )
-        classes = [
-            kind
-            for kind in classes
-            if not _is_foreign(kind.__module__) and kind.__module__ != "builtins"
-        ]
+        mro = (value if isinstance(value, type) else type(value)).__mro__
+        classes = [kind for kind in mro if not _is_foreign(kind.__module__)]
         of_classes = {name for kind in classes for name in names & vars(kind).keys()}
         own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
         is_ours = type(value).__module__.startswith("funcpipe.")
@@ -406,11 +388,10 @@ def _never_changes(value: Any) -> bool:
 
 
 def _is_numpy(value: Any, *kinds: str) -> bool:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not type(value).__module__.startswith("numpy"):
-        return False
-    names = [kind.rpartition(".")[2] for kind in kinds]
-    return any(base.__name__ in names for base in type(value).__mro__)
+    kind = type(value)
+    return kind.__module__.startswith("numpy") and any(
+        base.__name__ in kinds for base in kind.__mro__
+    )
 
 
 class GlobalDraws:
