@@ -55,17 +55,7 @@ def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., A
 
 class Kernel:
     """A part of a graph, built by a backend at its first call or by `build`; a function of flat
-    tensors.
-
-    Args:
-        nodes, reads, outs: the operations, the values that they read, and the values that they
-            return.
-        module: contains the constants.
-        backend: see `Backend`.
-
-    Attributes:
-        graph: the graph of the part, which the backend gets.
-    """
+    tensors. ``reads`` and ``outs`` are the values that the operations ``nodes`` read and return."""
 
     def __init__(
         self,

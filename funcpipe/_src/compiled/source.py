@@ -48,30 +48,22 @@ class Code:
     The first call checks the layout of each value. A few operations return another layout than
     torch declares. The text then gets a copy into the layout that the rest was traced with.
 
-    Args:
-        part: what the function computes.
-        module: contains the constants.
-        backend: builds all operations except the additions to sums. None: each operation is a line.
-            A part that draws ignores the backend, because backends do not support keys.
-
-    Attributes:
-        call: the function.
-        text: its Python source.
-        operations: the number of operations, with views.
-        gives: for a forward, the key of its output (`border_key_or_none`) after the first call.
+    The backend builds all operations except the additions to sums. None: each operation is a line.
     """
 
+    # For a forward, the key of its output (`border_key_or_none`) after the first call.
     gives: Hashable = None
 
     def __init__(self, part: Part, module: fx.GraphModule, backend: Backend | None = None) -> None:
         self.part, self.module = part, module
         self.handed = set(nodes_in(part.gives))
-        self.operations = 0
+        self.operations = 0  # with views
         self.kernel: Kernel | None = None
         self._scope: dict[str, Any] = {"torch": torch}
         self._names: dict[fx.Node, str] = {}
         self._body: list[Line] = []
         self._head = self._open()
+        # Backends do not support the keys of draws.
         if backend is None or any("draw" in node.meta for node in part.nodes):
             self._write()
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import BatchError
+from funcpipe._src.core.remembered import Remembered
 from funcpipe._src.core.torch_names import WatchingMode, uncompiled
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
@@ -51,8 +51,8 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
             )
 
 
-_passed: dict[tuple[int, Hashable], tuple[weakref.ref[Any], float]] = {}
-"""Losses that passed a first call, by id and kind of check, with the rows of that call: one row
+_passed: Remembered[Callable[..., Any], dict[Hashable, float]] = Remembered(lambda _: {})
+"""For a loss, the kinds of check that a first call passed, with the rows of that call: one row
 shows less. The kind is whether weights are guessed, or the shapes of output and target."""
 
 
@@ -97,15 +97,15 @@ class WatchDivisors(WatchingMode):
 
 def has_passed(loss: Callable[..., Any], rows: float, kind: Hashable) -> bool:
     """Return whether a call of a loss has passed a kind of check, with as many rows or with two."""
-    passed, before = _passed.get((id(loss), kind), (lambda: None, 0))
-    return passed() is loss and before >= min(rows, 2)
+    with suppress(TypeError):  # objects without weak references are checked in every run
+        return _passed(loss).get(kind, -1) >= min(rows, 2)
+    return False
 
 
 def note_passed(fn: Callable[..., Any], rows: float, kind: Hashable) -> None:
     """Record that a loss has passed a kind of check in its first call, with some rows."""
-    with suppress(TypeError):  # objects without weak references are checked in every run
-        key = id(fn), kind
-        _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), rows
+    with suppress(TypeError):
+        _passed(fn)[kind] = rows
 
 
 def why_not_mean(

@@ -190,7 +190,12 @@ class EagerBound:
         roots, inputs = residual.roots(), residual.inputs()
         input_ids = {id(leaf) for leaf in inputs}
         if self.is_first_run:
-            self._check_first_graphs(roots)
+            # The end of the run checks this, too; here the error names the microbatch.
+            self.params.refuse_rebinding()
+            self.params.sums.refuse_early()
+            if has_reentrant_checkpoint(roots):
+                self.stage.seen.reentrant.add(self.train)
+                self.reentrant = True
         mark_owner((*self.params.inputs, *inputs), self.index)
         if has_foreign_leaf(roots, self.params.input_ids, input_ids):
             self._refuse_foreign(residual, self.params.input_ids | input_ids)
@@ -198,17 +203,6 @@ class EagerBound:
             self.graphs_to_check -= 1
         if self.is_first_run:
             self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
-
-    def _check_first_graphs(self, roots: Sequence[Tensor]) -> None:
-        """Check what the end of a run also checks, so that the error names the microbatch.
-
-        Also record whether the stage uses a reentrant checkpoint.
-        """
-        self.params.refuse_rebinding()
-        self.params.sums.refuse_early()
-        if has_reentrant_checkpoint(roots):
-            self.stage.seen.reentrant.add(self.train)
-            self.reentrant = True
 
     def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
         """Raise PlanError for foreign leaves of the stage and of the loss. Leaves that only the
