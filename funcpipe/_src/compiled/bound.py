@@ -52,7 +52,7 @@ class CompiledBound:
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
         self.compiled, self.eager = compiled, EagerBound(*bound, **options)
         self.params = self.eager.params
-        self.params.when_forgotten(self._forget)
+        self.params.forget = self._forget
         self._bare = self._all_bare()
         self._complete: dict[Programs, list[Tensor]] = {}
         self._sums: list[Tensor] = []
@@ -182,17 +182,14 @@ class CompiledBound:
             return self.eager.backward(residual, y, stash, split=split)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
+        half, values = programs.half(missing), (residual.values, cotangents)
         if not split:
-            x, *skips = self._run(
-                programs, programs.half(missing).whole, residual.values, cotangents, self._totals()
-            )
+            x, *skips = self._run(programs, half.whole, *values, self._totals())
             return Cotangents(x, skips), None
-        program = programs.half(missing).inputs
-        sums = [] if program.part.sums is None else [self._totals()]
-        (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
-        return Cotangents(x, skips), ProgramResidual(
-            left, programs, residual.microbatch, missing=missing
-        )
+        sums = [] if half.inputs.part.sums is None else [self._totals()]
+        (x, *skips), left = self._run(programs, half.inputs, *values, *sums)
+        weights = ProgramResidual(left, programs, residual.microbatch, missing=missing)
+        return Cotangents(x, skips), weights
 
     def backward_weight(self, residual: Any) -> None:
         """Run W: add the gradients of the parameters to their sums."""
@@ -200,9 +197,8 @@ class CompiledBound:
             self.eager.backward_weight(residual)
             return
         programs = residual.programs
-        self._run(
-            programs, programs.half(residual.missing).weights, residual.values, self._totals()
-        )
+        weights = programs.half(residual.missing).weights
+        self._run(programs, weights, residual.values, self._totals())
 
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
@@ -216,11 +212,7 @@ class CompiledBound:
         """Return the incoming gradients by root, and the roots without a gradient."""
         cotangents: list[Tensor | None] = []
         missing = _ALL_THERE
-        added = (
-            {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
-            if stash
-            else {}
-        )
+        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
         ends: dict[str, Tensor | None] = {}
         if residual.loss is not None:
             ends["loss"] = self.eager.loss_gradient(residual.loss, residual.microbatch)

@@ -394,13 +394,15 @@ class EagerBound:
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
-        missing = [name for name in self.stage.stash if name not in stash]
         faults = [
-            f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing
+            f"declares stash {name!r} but did not return it in Out(stash=...)"
+            for name in self.stage.stash
+            if name not in stash
         ]
-        extra = [name for name in stash if name not in allowed]
         faults += [
-            f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra
+            f"returned stash {name!r} without declaring it; add stash=[{name!r}]"
+            for name in stash
+            if name not in allowed
         ]
         raise_all("the stage does not return what it declares: it", faults)
 
@@ -440,30 +442,17 @@ class EagerBound:
         """
         roots, gradients = residual.outset(y, stash)
         if residual.loss is not None:
-            add_root(
-                residual.total,
-                self.loss_gradient(residual.loss, residual.microbatch),
-                roots,
-                gradients,
-            )
+            gradient = self.loss_gradient(residual.loss, residual.microbatch)
+            add_root(residual.total, gradient, roots, gradients)
         if residual.side is not None:
-            add_root(
-                residual.side[0],
-                self.side_gradient(residual.side, residual.microbatch),
-                roots,
-                gradients,
-            )
+            gradient = self.side_gradient(residual.side, residual.microbatch)
+            add_root(residual.side[0], gradient, roots, gradients)
         inputs, parameters = residual.inputs(), self.params.inputs
-        if (
-            split
-            and parameters
-            and not (self.whole or self.reentrant or (residual.replay and inputs))
-        ):
-            waiting = (
-                self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters)
-                if roots
-                else []
-            )
+        whole = self.whole or self.reentrant or (residual.replay and inputs)
+        if split and parameters and not whole:
+            if not roots:
+                return residual.cotangents(), None
+            waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters)
             weights = EagerWeights(waiting, residual.replay) if waiting else None
             return residual.cotangents(), weights
         leaves = [*parameters, *inputs]

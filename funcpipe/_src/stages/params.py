@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -49,7 +49,9 @@ class StageParams:
         self.state_leaves: list[Any] = []
         self._state_given: list[Any] = []
         self._state_at: list[int | None] = []
-        self._dependents: list[Callable[[], None]] = []
+        # Drops values computed from the parameters alone. Called before parameters change or lose
+        # their memory.
+        self.forget = _nothing_to_forget
 
     def take_state(self, leaves: list[Any]) -> None:
         """Bind copies of a state. A copy takes memory only when it is written."""
@@ -58,16 +60,6 @@ class StageParams:
         self._state_at = [
             address(kept) if _shares_memory(kept, given) else None for kept, given in pairs
         ]
-
-    def when_forgotten(self, forget: Callable[[], None]) -> None:
-        """Register a function that drops values computed from the parameters alone."""
-        self._dependents.append(forget)
-
-    def forget(self) -> None:
-        """Drop values computed from the parameters alone. Call it before parameters change or lose
-        their memory."""
-        for forget in self._dependents:
-            forget()
 
     def rebase(self) -> None:
         """Accept the present parameters as unwritten, after an optimizer step inside the run."""
@@ -152,7 +144,11 @@ class StageParams:
         self.inputs, self.aliases, self.leaves, self._memory = [], [], [], []
         self.state_leaves, self._state_given, self._state_at = [], [], []
         self.tree = None
-        self._dependents.clear()
+        self.forget = _nothing_to_forget
+
+
+def _nothing_to_forget() -> None:
+    """Do nothing: the stage keeps no values computed from its parameters."""
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:

@@ -177,17 +177,6 @@ class KeyedDraws(CatchDraws):
         in_backward: whether only the recomputation of a region may draw.
     """
 
-    __slots__ = (
-        "counts",
-        "in_backward",
-        "keys",
-        "means",
-        "microbatch",
-        "places",
-        "regions",
-        "stage",
-    )
-
     def __init__(
         self,
         keys: Keys,
