@@ -169,10 +169,7 @@ class Compiled:
                 other: readers for other, readers in self.readers.items() if other in kept
             }
         if dropped:
-            log.info(
-                "dropped the least recently used programs: max_programs=%d",
-                self.max_programs,
-            )
+            log.info("dropped the least recently used programs: max_programs=%d", self.max_programs)
         del dropped  # freeing may take long, so it happens outside of the lock
 
     def _advise(

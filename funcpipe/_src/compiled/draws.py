@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -94,13 +95,14 @@ def _digest(constant: Tensor) -> str:
     return ""
 
 
+@dataclass(slots=True, eq=False)
 class Keyring:
     """The generators of a program's draws for one microbatch, each seeded with its key."""
 
-    __slots__ = ("draws", "keys", "microbatch", "stage")
-
-    def __init__(self, keys: Keys, stage: int, draws: Sequence[DrawOp], microbatch: int) -> None:
-        self.keys, self.stage, self.draws, self.microbatch = keys, stage, draws, microbatch
+    keys: Keys
+    stage: int
+    draws: Sequence[DrawOp]
+    microbatch: int
 
     def of(self, draw: int, device: torch.device) -> torch.Generator:
         """Return the generator of a draw. Raises DrawError if the draw has no key."""

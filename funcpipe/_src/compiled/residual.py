@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,32 +14,20 @@ from funcpipe._src.data.result import Loss
 from funcpipe._src.devices.host_link import HostStream
 
 
+@dataclass(slots=True, eq=False)
 class ProgramResidual:
-    """Tensors in a list, which the later program empties.
+    """Tensors in a list, which the later program empties."""
 
-    Attributes:
-        values: the tensors.
-        programs: the programs that made them.
-        microbatch: the index of the microbatch.
-        loss, side: the losses of the forward; their weights scale the gradients.
-        missing: the roots that had no gradient in I.
-    """
-
-    __slots__ = ("_away", "_event", "loss", "microbatch", "missing", "programs", "side", "values")
-
-    def __init__(
-        self,
-        values: list[Tensor],
-        programs: Programs,
-        microbatch: int,
-        loss: Loss | None = None,
-        side: tuple[Any, Any] | None = None,
-        missing: frozenset[int] = frozenset(),
-    ) -> None:
-        self.values, self.programs, self.microbatch = values, programs, microbatch
-        self.loss, self.side, self.missing = loss, side, missing
-        self._away: dict[int, tuple[Any, Any]] = {}
-        self._event: Any = None
+    values: list[Tensor]
+    programs: Programs  # the programs that made them
+    microbatch: int
+    # The losses of the forward; their weights scale the gradients.
+    loss: Loss | None = None
+    side: tuple[Any, Any] | None = None
+    missing: frozenset[int] = frozenset()  # the roots that had no gradient in I
+    # Shape and strides of the tensors that are on the host, by number.
+    _away: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    _event: Any = None
 
     @property
     def nbytes(self) -> int:

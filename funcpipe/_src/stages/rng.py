@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -138,21 +139,14 @@ class Keys:
         return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
+@dataclass(slots=True, eq=False)
 class RegionDraws:
-    """The draws of a ``torch.utils.checkpoint`` region, which a recomputation repeats in order.
+    """The draws of a ``torch.utils.checkpoint`` region, which a recomputation repeats in order."""
 
-    Attributes:
-        draws: the operation and the generator's seed of each draw.
-        repetition: the recomputation that ran last.
-        repeated: the number of draws which that recomputation has repeated.
-    """
-
-    __slots__ = ("draws", "repeated", "repetition")
-
-    def __init__(self) -> None:
-        self.draws: list[tuple[Any, int]] = []
-        self.repetition: Any = None
-        self.repeated = 0
+    # The operation and the generator's seed of each draw.
+    draws: list[tuple[Any, int]] = field(default_factory=list)
+    repetition: Any = None  # the recomputation that ran last
+    repeated: int = 0  # the number of draws which that recomputation has repeated
 
     def next_seed(self, repetition: Any) -> int:
         """Return the seed of the next draw of a recomputation; 0 if the forward drew no more."""
