@@ -233,6 +233,41 @@ def test_a_compiled_stage_reads_today_s_numbers(name):
     assert 3 == made[1].program.made  # the first run's numbers again
 
 
+def of_torch(name, act):
+    """A module that seems to be torch's own."""
+    module = types.ModuleType(f"torch.{name}")
+    module.act = act
+    return module
+
+
+ACT = None
+VALUES_OF_ACT = {
+    "classes": ((nn.Tanh, nn.ReLU), lambda p, x: ACT()(x * p)),
+    "functions": ((torch.tanh, F.relu), lambda p, x: ACT(x * p)),
+    "modules": (
+        (of_torch("one", torch.tanh), of_torch("two", torch.relu)),
+        lambda p, x: ACT.act(x * p),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES_OF_ACT)
+def test_a_name_gets_another_class_function_or_module_of_torch(kind):
+    global ACT
+    values, fn = VALUES_OF_ACT[kind]
+    stage = fp.compile_stage(fp.stage(fn))
+    x = torch.randn(4, 3)
+    ACT = values[0]
+    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")
+    for value in (*values, values[0]):
+        ACT = value
+        expected = mean(fn(torch.full((3,), 2.0), x), None)
+        torch.testing.assert_close(
+            fp.run(plan, (torch.full((3,), 2.0),), (x, x), trainable=True).loss, expected
+        )
+    assert 2 == stage.program.made
+
+
 def test_a_step_that_changes_nothing_traces_nothing():
     annealed.count = 0
     stage = fp.compile_stage(fp.stage(plain))

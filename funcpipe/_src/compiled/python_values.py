@@ -226,7 +226,8 @@ class PythonValues:
         if isinstance(value, Tensor):
             self._note(path, ("tensor", str(value.dtype), tuple(value.shape)))
             return
-        if isinstance(value, ModuleType) and _is_foreign(value.__name__):
+        if _never_changes(value):  # but the place may get another value
+            self._note(path, (getattr(value, "__module__", ""), value.__name__))
             return
         kind = type(value)
         self._note(path, (kind.__module__, kind.__qualname__, _name_of(value)))
@@ -272,7 +273,7 @@ class PythonValues:
         """Look at named values."""
         for name in names:
             place, value = f"{path}.{name}".lstrip("."), get(name, _ABSENT)
-            if place in self.ignored or _never_changes(value):
+            if place in self.ignored:
                 continue
             self._rows.append((get, name, value))
             if value is not _ABSENT:
