@@ -575,7 +575,7 @@ def test_numbers_that_are_not_finite_are_named_as_the_carry():
         lambda params, x, *, carry: fp.Out(x * params, carry=x * float("nan")), name="bad"
     )
     plan = fp.make_plan([stage], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, devices="cpu")
-    with pytest.raises(fp.NotFiniteError, match="carry has"):
+    with pytest.raises(fp.NotFiniteError, match="carry out has"):
         fp.run(plan, (torch.ones(WIDTH, dtype=torch.float64),), batch(2, 4), check="finite")
 
 
