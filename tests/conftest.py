@@ -74,8 +74,9 @@ def _no_thread_survives():
     before = set(threading.enumerate())
     threads = torch.get_num_threads()
     yield
-    left = [
-        t.name for t in threading.enumerate() if t not in before and t.name.startswith("funcpipe")
-    ]
-    assert [] == left
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("funcpipe")]
+    saving = [thread for thread in left if thread.name.startswith("funcpipe save")]
+    for thread in saving:  # it ends by itself, shortly after its files
+        thread.join(5.0)
+    assert [] == [t.name for t in left if t.is_alive() or t not in saving]
     assert threads == torch.get_num_threads()

@@ -1088,7 +1088,11 @@ def timed(rank, size):
         assert fp.draw(timeline).timeline == timeline
         with pytest.raises(fp.PlanError, match="record=True"):
             ranks.timeline(fp.run(plan, own, (x, target), **options))
-        cost = fp.models.profile_plan(plan, own, (x, target), repeats=2, **options)
+        # All ranks have the same cost. On a busy machine, the host's time may hide the hops.
+        for _ in range(10):
+            cost = fp.models.profile_plan(plan, own, (x, target), repeats=2, **options)
+            if cost.comm > 0:
+                break
     return timeline, cost
 
 
