@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 import textwrap
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import funcpipe as fp
 from funcpipe._src.schedules import families
@@ -132,3 +135,33 @@ def test_the_recipe_in_contributing_is_a_schedule():
     fp.schedules.check(schedule)
     assert schedule.is_ascending
     assert (7, 5, 3, 1) == fp.simulate(schedule).peak
+
+
+def documented_classes():
+    """The classes that the reference describes."""
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        module = ""
+        for line in page.read_text().splitlines():
+            if found := re.match(r"\.\. (currentmodule|autoclass):: (\S+)", line):
+                kind, name = found.groups()
+                module = name if kind == "currentmodule" else module
+                if kind == "autoclass":
+                    yield resolve_name(f"{module}:{name}")
+
+
+def test_the_reference_explains_every_field():
+    """Of named tuples and dataclasses: the page shows their docstrings, not their comments."""
+    missing = {}
+    for kind in documented_classes():
+        if dataclasses.is_dataclass(kind):
+            names = [each.name for each in dataclasses.fields(kind)]
+        else:
+            names = getattr(kind, "_fields", ())
+        text = inspect.getdoc(kind) or ""
+        if "as given to `run`" in text:
+            text += inspect.getdoc(fp.run) or ""
+        explained = re.findall(r"^    (?:    )?([\w, ]+):", text, re.MULTILINE)
+        known = {name.strip() for entry in explained for name in entry.split(",")}
+        if left := [name for name in names if name not in known and not name.startswith("_")]:
+            missing[kind.__name__] = left
+    assert {} == missing

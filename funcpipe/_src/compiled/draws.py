@@ -25,7 +25,7 @@ class DrawOp(NamedTuple):
     part: Stage | None  # the stage of a composition that contains it. None: the stage itself
     layer: str  # the path of the layer whose method ran; "" for none
     nth: int  # the number of earlier draws under the same key
-    what: Any  # the operation
+    what: Any
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:

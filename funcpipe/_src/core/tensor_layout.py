@@ -16,7 +16,7 @@ from funcpipe._src.core.errors import PlanError
 class TensorLayout(NamedTuple):
     """Size, strides and dtype of a dense tensor, with axes in any order."""
 
-    size: tuple[int, ...]  # the shape
+    size: tuple[int, ...]
     strides: tuple[int, ...]  # the strides, in elements
     dtype: torch.dtype  # the type of the numbers
 

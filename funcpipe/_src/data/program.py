@@ -27,7 +27,8 @@ from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.data.schedule import Action, Kind, action_of
 
-CALLER = -1  # the lane number of the caller, which gives inputs, targets and feeds
+CALLER = -1
+"""The lane number of the caller, which gives inputs, targets and feeds."""
 
 
 class Role(Enum):
@@ -122,7 +123,11 @@ class Value(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """A `Value` without its microbatch."""
+    """A `Value` without its microbatch.
+
+    Attributes:
+        role, stage, name, peer: as in `Value`.
+    """
 
     role: Role
     stage: int
@@ -131,76 +136,119 @@ class Wire(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An `Action` without its microbatch, with the wires that it reads, writes and sends."""
+    """An `Action` without its microbatch, with the wires that it reads, writes and sends.
 
-    kind: Kind  # the kind of the action
-    stage: int  # the index of the stage
-    lane: int  # the lane that runs the action
-    keeps: bool  # for a forward, whether it keeps its residual
-    # (wire, pool) of each value that it reads. The pool has the slots for values of the other lane;
-    # -1: this lane makes the value.
+    Attributes:
+        kind: the kind of the action.
+        stage: the index of the stage.
+        lane: the lane that runs the action.
+        keeps: for a forward, whether it keeps its residual.
+        reads: (wire, pool) of each value that it reads. The pool has the slots for values of the
+            other lane; -1: this lane makes the value.
+        writes: the wires that it writes.
+        sends: (wire, lane, pool) of each value that it sends to another lane, in this order.
+        first: for counted actions (U), the number of the action with piece 0. A stage may have more
+            U than pieces, and then has several calls.
+    """
+
+    kind: Kind
+    stage: int
+    lane: int
+    keeps: bool
     reads: tuple[tuple[int, int], ...]
-    writes: tuple[int, ...]  # the wires that it writes
-    # (wire, lane, pool) of each value that it sends to another lane, in this order.
+    writes: tuple[int, ...]
     sends: tuple[tuple[int, int, int], ...]
-    # For counted actions (U), the number of the action with piece 0. A stage may have more U than
-    # pieces, and then has several calls.
     first: int = 0
 
 
 class Pool(NamedTuple):
-    """The slots for one role of values on one directed edge between lanes."""
+    """The slots for one role of values on one directed edge between lanes.
 
-    source: int  # the lane that sends; -1 for the caller
-    lane: int  # the lane that receives and contains the slots
-    role: Role  # the role of the values
-    slots: int  # the number of slots: the most values at a time in plan order
+    Attributes:
+        source: the lane that sends; -1 for the caller.
+        lane: the lane that receives and contains the slots.
+        role: the role of the values.
+        slots: the number of slots: the most values at a time in plan order.
+    """
+
+    source: int
+    lane: int
+    role: Role
+    slots: int
 
 
 @final
 class Receive(NamedTuple):
-    """Wait until a value is in a slot."""
+    """Wait until a value is in a slot.
 
-    value: int  # the number of the value
-    source: int  # the lane that sends the value; -1: this lane fetches the value from the caller
-    slot: int  # the slot
+    Attributes:
+        value: the number of the value.
+        source: the lane that sends the value; -1: this lane fetches the value from the caller.
+        slot: the slot.
+    """
+
+    value: int
+    source: int
+    slot: int
 
 
 @final
 class Run(NamedTuple):
-    """Run an action."""
+    """Run an action.
 
-    call: int  # the index of the call among the calls of the lane
-    microbatch: int  # the index of the microbatch, or of the piece if microbatches are cut
-    reads: tuple[int, ...]  # the slots that the action reads, in the order of the call's wires
-    writes: tuple[int, ...]  # the slots that the action writes, in the order of the call's wires
+    Attributes:
+        call: the index of the call among the calls of the lane.
+        microbatch: the index of the microbatch, or of the piece if microbatches are cut.
+        reads: the slots that the action reads, in the order of the call's wires.
+        writes: the slots that the action writes, in the order of the call's wires.
+    """
+
+    call: int
+    microbatch: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
 
 
 @final
 class Send(NamedTuple):
-    """Begin to send the value of a slot, as soon as the slot at the other end is free."""
+    """Begin to send the value of a slot, as soon as the slot at the other end is free.
 
-    slot: int  # the slot of the value on this lane
-    to: int  # the lane that receives the value
-    into: int  # the slot on that lane
+    Attributes:
+        slot: the slot of the value on this lane.
+        to: the lane that receives the value.
+        into: the slot on that lane.
+    """
+
+    slot: int
+    to: int
+    into: int
 
 
 @final
 class Free(NamedTuple):
-    """Empty slots. If another lane fills a slot, that lane learns that the slot is free."""
+    """Empty slots. If another lane fills a slot, that lane learns that the slot is free.
 
-    slots: tuple[int, ...]  # the slots
+    Attributes:
+        slots: the slots.
+    """
+
+    slots: tuple[int, ...]
 
 
 Instruction: TypeAlias = Receive | Run | Send | Free
 
 
 class Slot(NamedTuple):
-    """The use of a slot."""
+    """The use of a slot.
 
-    # The lane that fills the slot: another lane, the slot's own lane, or -1 for the caller.
+    Attributes:
+        source: the lane that fills the slot: another lane, the slot's own lane, or -1 for the
+            caller.
+        role: the role of the values in the slot.
+    """
+
     source: int
-    role: Role  # the role of the values in the slot
+    role: Role
 
 
 @dataclass(frozen=True)
@@ -208,23 +256,32 @@ class LaneProgram:
     """The program of one lane. Plain data: compares, hashes and pickles.
 
     A lane's program is complete: running it does not need the programs of other lanes.
+
+    Attributes:
+        lane: the number of the lane.
+        num_microbatches: the number of microbatches.
+        num_slices: the number of slices per microbatch.
+        wires: the meaning of the wire numbers.
+        calls: the calls of the lane: its actions without microbatches.
+        slots: the use of each slot.
+        instructions: the instructions, in order.
+        ends: for each action, the end of its part of the instructions: its receives, its run, its
+            frees and its sends.
+        outgoing: (lane, slot) of each slot of another lane that this lane fills.
+        left: (value, slot) of each value that the caller takes at the end.
+        pairs: the positions of the actions that overlap with their successor.
     """
 
-    lane: int  # the number of the lane
-    num_microbatches: int  # the number of microbatches
-    num_slices: int  # the number of slices per microbatch
-    wires: tuple[Wire, ...]  # the meaning of the wire numbers
-    calls: tuple[Call, ...]  # the calls of the lane: its actions without microbatches
-    slots: tuple[Slot, ...]  # the use of each slot
-    instructions: tuple[Instruction, ...]  # the instructions, in order
-    # For each action, the end of its part of the instructions: its receives, its run, its frees and
-    # its sends.
+    lane: int
+    num_microbatches: int
+    num_slices: int
+    wires: tuple[Wire, ...]
+    calls: tuple[Call, ...]
+    slots: tuple[Slot, ...]
+    instructions: tuple[Instruction, ...]
     ends: tuple[int, ...]
-    # (lane, slot) of each slot of another lane that this lane fills.
     outgoing: tuple[tuple[int, int], ...]
-    # (value, slot) of each value that the caller takes at the end.
     left: tuple[tuple[int, int], ...]
-    # The positions of the actions that overlap with their successor.
     pairs: frozenset[int] = frozenset()
 
     __getstate__ = declared_fields

@@ -366,21 +366,29 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStats:
-    """Facts about the execution of a run, in `Result.stats`."""
+    """Facts about the execution of a run, in `Result.stats`.
 
-    # "threads", "serial", "graph" (a replayed recording) or "sequential" (the oracle).
+    Attributes:
+        executor: "threads", "serial", "graph" (a replayed recording) or "sequential" (the oracle).
+        reason: why funcpipe chose this executor; "" if you chose it.
+        threads_per_lane: the number of intra-op threads of each lane.
+        num_microbatches: the number of microbatches with rows.
+        seconds: the wall-clock time from the first action to the last.
+        slots: the most values at a time in each pool, in the order of the program's pools. With
+            `ranks`, only pools of this process are counted, and the others are 0.
+        began: the start of the timeline's first action, in seconds of ``time.perf_counter``; 0
+            without a measured timeline.
+        first_microbatch: with replicas, the index of this replica's first microbatch in
+            ``Result.losses``.
+    """
+
     executor: str
-    reason: str  # why funcpipe chose this executor; "" if you chose it
-    threads_per_lane: int  # the number of intra-op threads of each lane
-    num_microbatches: int  # the number of microbatches with rows
-    seconds: float  # the wall-clock time from the first action to the last
-    # The most values at a time in each pool, in the order of the program's pools. With `ranks`,
-    # only pools of this process are counted, and the others are 0.
+    reason: str
+    threads_per_lane: int
+    num_microbatches: int
+    seconds: float
     slots: tuple[int, ...] = ()
-    # The start of the timeline's first action, in seconds of ``time.perf_counter``; 0 without a
-    # measured timeline.
     began: float = 0.0
-    # With replicas, the index of this replica's first microbatch in ``Result.losses``.
     first_microbatch: int = 0
 
     @guarded

@@ -52,9 +52,9 @@ class Given:
     "Here" means in this process.
     """
 
-    plan: Plan  # the plan
+    plan: Plan
     part: PlanPart  # the part of the plan that runs here
-    options: RunOptions  # the options of the run
+    options: RunOptions
     halves: bool  # whether the run is a `vjp`
     seed: int | None  # the seed as an int, or None
     # `params`, `state`: one tree per stage. None for stages of other processes.

@@ -57,7 +57,7 @@ class Prepared:
     "Here" means in this process.
     """
 
-    plan: Plan  # the plan
+    plan: Plan
     part: PlanPart  # the part of the plan that runs here
     program: Lowered  # the program for the microbatches that have rows
     batch: microbatch.Batch  # the cut batch, with the values that the stages here read

@@ -15,7 +15,7 @@ from torch import Tensor
 class _Kept:
     """The values of a leaf and its optimizer state before a step."""
 
-    leaf: Tensor  # the leaf
+    leaf: Tensor
     numbers: Tensor  # a copy of the leaf
     # The optimizer's state of the leaf, each value with a copy. None: there was no state.
     state: Mapping[str, tuple[Any, Any]] | None
