@@ -56,7 +56,7 @@ def test_the_demo_with_a_full_disk(capsys, monkeypatch):
     """Row 29: the trace is lost, with one line that says so; accuracy and proof are not."""
     status, shown = demo(capsys, monkeypatch, "--trace", "/dev/full")
     assert "test accuracy" in shown.out
-    assert "proven: loss" in shown.out
+    assert "checked: loss" in shown.out
     assert "No space left" in shown.err
     assert 1 == len(shown.err.strip().splitlines())
     assert status

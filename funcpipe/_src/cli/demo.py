@@ -407,10 +407,10 @@ def proof(expected: fp.Result, result: Learned) -> str:
     same = [torch.equal(a, b) for a, b in pairs]
     if not (all(same) and torch.equal(expected.loss, result.loss)):
         raise SystemExit(
-            f"NOT PROVEN: {same.count(False)} of {len(same)} gradients differ from the sequential "
+            f"DIFFERENT: {same.count(False)} of {len(same)} gradients differ from the sequential "
             "oracle"
         )
     return (
-        f"proven: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch "
-        "equal the sequential oracle bit for bit"
+        f"checked: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch "
+        "are bit-identical to the sequential oracle"
     )

@@ -65,7 +65,7 @@ Without it: a clone."""
 lazy_clone_operation: Any = private(
     "torch.ops.aten._lazy_clone.default",
     instead=None,
-    lost="the copies that it makes are not told from others",
+    lost="the copies that it makes are not recognized",
 )
 """`lazy_clone` as dispatch modes and graphs see it. Without it: None, which equals no operation."""
 
@@ -131,7 +131,7 @@ backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",
     instead=lambda: -1,
     lost="draws in a backward are not refused, and a pop that torch.utils.checkpoint repeats is "
-    "not told from others",
+    "not recognized",
 )
 """The number of the backward that this thread runs in, or -1. Without it: -1."""
 
@@ -245,7 +245,7 @@ def modes_on(kind: str) -> list[Any]:
 DeviceContext: type[Any] = private(
     "torch.utils._device.DeviceContext",
     instead=Nothing,
-    lost="runs inside of `with torch.device(...)` are refused",
+    lost="runs inside `with torch.device(...)` are refused",
 )
 """The mode of a default device, which a run passes to its threads. Without it: no mode is one."""
 

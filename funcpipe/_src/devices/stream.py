@@ -98,7 +98,7 @@ class StreamBackend:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
     def shrink(self, tensor: Tensor) -> None:
-        """Free the memory of a tensor that lives on."""
+        """Free the memory of a tensor that is still referenced."""
         tensor.untyped_storage().resize_(0)
 
     def own_streams(self) -> dict[Hashable, Any]:

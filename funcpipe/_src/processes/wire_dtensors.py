@@ -61,11 +61,11 @@ class Spread(NamedTuple):
         size, strides, placements, names, sizes, at = code
         for word, argument in placements:
             if word not in _PLACEMENTS or type(argument) is not _PLACEMENTS[word][1]:
-                raise ValueError(f"{word} of {argument!r} is no placement")
+                raise ValueError(f"{word} of {argument!r} is not a placement")
         if not len(placements) == len(names) == len(sizes) == len(at) or not all(
             isinstance(name, str) for name in names
         ):
-            raise ValueError(f"{names} of sizes {sizes} is no mesh of {len(placements)} axes")
+            raise ValueError(f"{names} of sizes {sizes} is not a mesh of {len(placements)} axes")
         numbers = (*size, *strides, *sizes, *at)
         if len(size) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"no DTensor has size {size} and strides {strides}")

@@ -307,7 +307,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return _DTYPES[name]
 
 
@@ -420,10 +420,10 @@ def _built(code: Any, find: Callable[[str], Any]) -> Any:
         case "class":
             put_together = put_together_by(find(rest[0]))
             if put_together is None:
-                raise ValueError(f"{rest[0]} is no container here")
+                raise ValueError(f"{rest[0]} is not a container here")
             return put_together(_unplain(rest[2], find), [_built(child, find) for child in rest[1]])
         case _:
-            raise ValueError(f"{kind!r} is no container")
+            raise ValueError(f"{kind!r} is not a container")
 
 
 def _plain(kept: Any) -> Any:
@@ -451,7 +451,7 @@ def _unplain(code: Any, find: Callable[[str], Any]) -> Any:
         case "leaf":
             return _decoded(value)
         case _:
-            raise ValueError(f"{kind!r} is nothing that a class keeps")
+            raise ValueError(f"{kind!r} is not metadata of a container")
 
 
 permit(TensorLayout)

@@ -1,4 +1,4 @@
-"""Compare a plan with a plain loop over its stages, bit for bit: `assert_matches_sequential`."""
+"""Check that a plan is bit-identical to a plain loop over its stages: `assert_matches_sequential`."""
 
 from __future__ import annotations
 
