@@ -1,4 +1,5 @@
-"""Measure the prose of the pages: ``python docs/prose.py [PAGE ...]`` prints a row for each page.
+"""Measure the prose of pages and notebooks: ``python docs/prose.py [PAGE ...]`` prints a row for
+each.
 
 Columns: words; words per sentence; the share of sentences with more than 30 words; pronouns per
 1,000 words. Code, tables, headings and directives do not count. The aims for README, tutorial and
@@ -7,6 +8,7 @@ how-tos are in CONTRIBUTING.md; nothing fails when a page misses them.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -78,6 +80,15 @@ def measure(text: str) -> Prose:
     return Prose(sum(sentences), sentences, pronouns)
 
 
+def text_of(page: Path) -> str:
+    """Return the Markdown of a page, or of the text cells of a notebook."""
+    text = page.read_text()
+    if page.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
 def total(parts: list[Prose]) -> Prose:
     """Add the counts of several pages."""
     return Prose(
@@ -92,11 +103,12 @@ def main(names: list[str]) -> None:
     readers = [ROOT / "README.md", ROOT / "docs" / "index.md", *ROOT.glob("docs/tutorial*.md")]
     readers += sorted(ROOT.glob("docs/howto/*.md"))
     others = [page for page in sorted(ROOT.glob("docs/**/*.md")) if page not in readers]
+    notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
     form = "{:<40} {:>6} {:>15} {:>9} {:>15}"
     print(form.format("page", "words", "words/sentence", "over 30", "pronouns/1,000"))
-    groups = [[Path(name).resolve() for name in names]] if names else [readers, others]
+    groups = [[Path(name).resolve() for name in names]] if names else [readers, notebooks, others]
     for group in groups:
-        rows = [(page, measure(page.read_text())) for page in group]
+        rows = [(page, measure(text_of(page))) for page in group]
         for page, prose in rows:
             print(form.format(str(page.relative_to(ROOT)), *prose.row()))
         print(form.format("all of these", *total([prose for _, prose in rows]).row()), end="\n\n")
