@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     searched = "search for a short schedule, for your costs and a memory limit"
     shown = (
         "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, "
-        "prove its numbers"
+        "check its numbers"
     )
     for name, run, about, epilog, options in (
         ("draw", _draw, "draw the timeline of a schedule", _DRAW_HELP, _DRAW),
