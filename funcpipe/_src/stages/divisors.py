@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -51,9 +52,18 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
             )
 
 
-_passed: Remembered[Callable[..., Any], dict[Hashable, float]] = Remembered(lambda _: {})
-"""For a loss, the kinds of check that a first call passed, with the rows of that call: one row
-shows less. The kind is whether weights are guessed, or the shapes of output and target."""
+@dataclass
+class _Record:
+    """The checks of one kind that the runs of a loss have made."""
+
+    rows: float = -1.0  # the rows of the call that passed; one row shows less. -1: none passed
+    runs: int = 1  # the number of runs, from the one that passed
+    is_refused: bool = False  # whether a run has raised an error
+
+
+_records: Remembered[Callable[..., Any], dict[Hashable, _Record]] = Remembered(lambda _: {})
+"""For a loss, its records by the kind of check: whether weights are guessed, or the shapes of
+output and target."""
 
 
 class WatchDivisors(WatchingMode):
@@ -95,17 +105,25 @@ class WatchDivisors(WatchingMode):
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
 
 
-def has_passed(loss: Callable[..., Any], rows: float, kind: Hashable) -> bool:
-    """Return whether a call of a loss has passed a kind of check, with as many rows or with two."""
+def is_due(loss: Callable[..., Any], rows: float, kind: Hashable) -> bool:
+    """Return whether a run must check its loss, and count the run.
+
+    The rows of one batch may hide a fault, such as padding that the first batch lacks. So runs 1,
+    2, 4, 8, ... check the loss, and each run after a refusal.
+    """
     with suppress(TypeError):  # objects without weak references are checked in every run
-        return _passed(loss).get(kind, -1) >= min(rows, 2)
-    return False
+        record = _records(loss).get(kind)
+        if record is not None and record.rows >= min(rows, 2) and not record.is_refused:
+            record.runs += 1
+            return record.runs.bit_count() == 1
+    return True
 
 
-def note_passed(fn: Callable[..., Any], rows: float, kind: Hashable) -> None:
-    """Record that a loss has passed a kind of check in its first call, with some rows."""
+def note(loss: Callable[..., Any], rows: float, kind: Hashable, *, is_refused: bool) -> None:
+    """Record the result of a check of a loss with some rows."""
     with suppress(TypeError):
-        _passed(fn)[kind] = rows
+        record = _records(loss).setdefault(kind, _Record())
+        record.rows, record.is_refused = max(rows, record.rows), record.is_refused or is_refused
 
 
 def why_not_mean(
@@ -120,7 +138,7 @@ def why_not_mean(
 ) -> str | None:
     """Return why a loss is not a mean over rows, found by a few calls with a few rows; or "".
 
-    The loss of some rows must be the mean of the losses of the first rows and of the others, in
+    The loss of some rows must be the mean of the losses of the first and of the other ones, in
     proportion to the rows. Sums, root means, and losses that compare rows fail. A pair (sum,
     weight) fails if the sum of some rows is not the sum of its parts, or if its weight is a mean
     over rows, such as an accuracy. No check takes place if some tensor is not cut along its first
@@ -234,6 +252,10 @@ _STATEFUL = (
 )
 
 
+_NOISE = 0.1
+"""The size of a loss below which its rounding error is not smaller: a loss near 0 may be the
+difference of large numbers, such as the distance of two equal models."""
+
 _SumAndWeight: TypeAlias = tuple[float, float]
 """What a loss returned for some rows: (sum, weight), or (mean, 0)."""
 
@@ -253,8 +275,8 @@ def _difference(
         tolerance: the rounding error, relative to the parts.
     """
     (whole, _), ((first, _), (others, _)), (count, cut) = whole_value, parts, rows
-    mean, error = (cut * first + (count - cut) * others) / count, abs(first) + abs(others)
-    error *= tolerance
+    mean = (cut * first + (count - cut) * others) / count
+    error = tolerance * (abs(first) + abs(others) + _NOISE)
     # A mean of NaN and another number is NaN: the deviation of a single row is no part of a mean.
     if not math.isfinite(whole) or abs(whole - mean) <= error:
         return ""
@@ -310,7 +332,7 @@ def _pair_difference(
     (total, weight), ((first, w_first), (others, w_others)), (count, cut) = whole, parts, rows
 
     def equal(one: float, other: float, *terms: float) -> bool:
-        return abs(one - other) <= tolerance * sum(map(abs, terms))
+        return abs(one - other) <= tolerance * (sum(map(abs, terms)) + _NOISE)
 
     def mean(one: float, other: float) -> float:
         return (cut * one + (count - cut) * other) / count
@@ -391,10 +413,11 @@ def has_scalar(y: Tree) -> bool:
 
 
 def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:
-    """Return the first rows, in double precision if ``exact``; too few rows are repeated."""
-    few = leaf.detach()[:count]
-    few = few.double() if exact and few.is_floating_point() else few
-    return few if len(few) == count else torch.cat([few] * count)[:count]
+    """Return some rows at equal distances, in double precision if ``exact``; too few rows are
+    repeated."""
+    # Not the first rows: sorted rows are alike, for example without padding.
+    few = leaf.detach()[[number * len(leaf) // count for number in range(count)]]
+    return few.double() if exact and few.is_floating_point() else few
 
 
 def _has_mask(indices: Any) -> bool:

@@ -7,7 +7,7 @@ touches the caller's ``.grad``. `gradient_sums` adds the gradients of the microb
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, TypeVar
@@ -105,11 +105,12 @@ class EagerBound:
         self.phase = ""  # the part of a forward that runs, if it is not the stage's function
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched: divisors.WatchDivisors | None = None
-        self.unproven = self.passed = False  # whether `check_mean` must run, and has passed before
+        # Whether `check_mean` must run, and whether it must check the loss's numbers.
+        self.unproven = self.is_due = False
         if loss is not None and shares is not None:
             rows, self.unproven = 2.0 if shares.explicit else shares.weight(0), True
-            self.passed = divisors.has_passed(loss, rows, shares.guessed)
-            if shares.unproven and not self.passed:
+            self.is_due = divisors.is_due(loss, rows, shares.guessed)
+            if shares.unproven and self.is_due:
                 self.watched = divisors.WatchDivisors(guessed=shares.guessed)
         # Whether this is the stage's first run in this mode.
         self.is_first_run = train not in stage.seen.kept
@@ -339,17 +340,19 @@ class EagerBound:
         return total, loss
 
     def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:
-        """Check the first call of a loss in a run, unless it passed before. Raises BatchError."""
+        """Check the loss of a microbatch, if this run must check its loss. Raises BatchError."""
         self.unproven, shares, pair = False, self.shares, loss.weight is not None
         assert shares is not None
         assert self.loss is not None
         assert args.target is not None
         known, shapes = not (pair or shares.unproven), (y.shapes(), args.target.shapes())
-        passed = self.passed
         if known:  # only a loss that broadcasts can be wrong
-            passed = shares.explicit or len(shares.parts) < 2 or shapes[0] == shapes[1]
-            passed = passed or divisors.has_passed(self.loss, 2, str(shapes))
-        if passed:
+            kind: Hashable = str(shapes)
+            if shares.explicit or len(shares.parts) < 2 or shapes[0] == shapes[1]:
+                return
+        else:
+            kind = self.guessed
+        if not (divisors.is_due(self.loss, 2, kind) if known else self.is_due):
             return
         rows = None if shares.explicit else shares.weight(args.microbatch)
         if self.guessed and not pair:  # first, because it knows the reason
@@ -363,12 +366,14 @@ class EagerBound:
                 reason = divisors.why_not_mean(self.loss, y_tree, target, rows, **form)
             else:
                 reason = self._why_no_mean(args, target, rows)
-        if reason and not draws.counts:  # a random loss is another number in each call
+        is_refused = bool(reason) and not draws.counts  # a random loss has another number each time
+        if reason is not None:
+            count = 2.0 if rows is None else rows
+            divisors.note(self.loss, count, kind, is_refused=is_refused)
+        if is_refused:
             raise BatchError(reason)
-        self.unproven = reason is None  # perhaps rows of the next microbatch count
-        kind = str(shapes) if known else self.guessed
-        if not self.unproven:
-            divisors.note_passed(self.loss, 2.0 if rows is None else rows, kind)
+        # Go on with the next microbatch: some rows may not count, and one row shows nothing.
+        self.unproven = reason is None or (not known and rows != 1)
 
     def _why_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> str | None:
         """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
