@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import funcpipe as fp
 
@@ -217,3 +218,31 @@ def test_a_stage_called_alone_follows_the_same_rule():
         torch.manual_seed(0)
         assert mode == bool((part(params, torch.ones(99), train=True) == 0).any())
         assert not (part(params, torch.ones(99)) == 0).any()
+
+
+class Recurrent(nn.Module):
+    """A layer of torch whose input has time on axis 0 by default."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, **options)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "path"),
+    [
+        (Recurrent(), "0.lstm"),
+        (nn.TransformerEncoderLayer(6, 2, 8), "0.self_attn"),
+        (Recurrent(batch_first=True), None),
+        (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), None),
+    ],
+)
+def test_layers_with_time_on_axis_0_have_a_hint(layer, path):
+    split = fp.split(nn.Sequential(layer, nn.Dropout(0.1)).train(), 2)
+    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    hints = [hint for hint in plan.hints if "batch_first=True, or pass fp.Axis(x, 1)" in hint]
+    assert bool(path) == bool(hints)
+    assert all(hint.startswith(f"layer {path!r} of stage 0") for hint in hints)

@@ -219,9 +219,10 @@ def test_what_is_not_known_is_refused():
     plan = fp.make_plan(
         split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties
     )
-    given = {**padded, "num_items_in_batch": fp.Replicate(torch.tensor(9))}
-    with pytest.raises(fp.BatchError, match="num_items_in_batch"):
-        fp.run(plan, split.params, (given, None), state=split.state)
+    for name in ("num_items_in_batch", "ignore_index"):
+        given = {**padded, name: fp.Replicate(torch.tensor(9))}
+        with pytest.raises(fp.BatchError, match=name):
+            fp.run(plan, split.params, (given, None), state=split.state)
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,23 @@ def test_a_bad_batch_is_named_before_anything_runs(walks):
     assert walks == []
 
 
+def test_a_loader_that_reuses_its_tensors_is_refused(walks):
+    """All batches are read first, so all would have the numbers of the last one."""
+    twins = Twins()
+    before = twins.now()
+    x, y = BATCHES[0][0].clone(), BATCHES[0][1].clone()
+
+    def reused():
+        for batch in BATCHES[:2]:
+            yield x.copy_(batch[0]), y
+
+    with pytest.raises(fp.BatchError, match=r"batches \[0\] have changed"):
+        twins.batches(reused())
+    assert same(before, twins.now())
+    assert walks == []
+    twins.batches((x.clone(), y) for x, y in BATCHES[:2])
+
+
 SCHEDULERS = {
     "step": lambda each: lr_scheduler.StepLR(each, 1, 0.5),
     "one cycle": lambda each: lr_scheduler.OneCycleLR(each, 0.1, total_steps=20),

@@ -345,6 +345,47 @@ def stepping(rank, size, kind):
     return wrong
 
 
+def unlike_options(rank, size, kind):
+    """Ranks whose optimizers have other options for copies of one parameter: the error of each
+    step, and whether the parameters are as before. Equal options are accepted."""
+    found = []
+    if kind == "replicas":
+        stages = [fp.stage(lambda p, x: x @ p["w"].T + p["b"])]
+        start, ties = (linear(6, 6, torch.Generator().manual_seed(3)),), []
+        schedule = fp.schedules.fill_drain(1, 2)
+        x = y = torch.ones(4, 6, dtype=torch.float64)
+        loss, options = F.mse_loss, {"lanes": None}
+    else:
+        stages, start, ties = tied_model()
+        schedule = fp.schedules.one_f_one_b(4, 3)
+        x, y = (
+            torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2)
+        )
+        loss = lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
+        options = {"lanes": owners(4, size)}
+    if kind == "inside":
+        schedule = fp.schedules.step_params(schedule)
+    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "pp"))
+    where = (mesh,) if kind == "replicas" else ()
+    options |= {"dp": "dp"} if kind == "replicas" else {}
+    with fp.ranks(plan, *where, **options, timeout=30.0) as ranks:
+        params = fp.place(plan, fresh(start), ranks)
+        for rate in (0.1, 0.1 * (1 + rank)):
+            optimizer = torch.optim.SGD(fp.leaves(params), lr=rate)
+            before = snapshot(params)
+            try:
+                if kind == "inside":
+                    fp.run(plan, params, (x, y), optimizer=optimizer, executor=ranks)
+                else:
+                    fp.step(optimizer, params, fp.run(plan, params, (x, y), executor=ranks))
+            except fp.RanksError as error:
+                found.append((str(error), same(before, snapshot(params))))
+            else:
+                found.append(("", same(before, snapshot(params))))
+    return found
+
+
 def several_batches(rank, size, kind):
     """Several batches at once in several processes, against one run after the other in one."""
     torch.manual_seed(1)

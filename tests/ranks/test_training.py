@@ -23,6 +23,15 @@ def test_steps_inside_of_runs_are_those_after_them(pools, kind, size):
         assert [] == wrong
 
 
+@pytest.mark.parametrize("kind", ["tied", "inside", "replicas"])
+def test_copies_of_a_parameter_are_stepped_alike(pools, kind):
+    """Other options on a rank raise an error on all ranks, and nothing has stepped."""
+    what = "of rank 0, in the replicas" if kind == "replicas" else "'table' of stage 0 and 'table'"
+    for (fine, kept), (error, is_as_before) in pools(2).all("unlike_options", kind):
+        assert ("", False, True) == (fine, kept, is_as_before)
+        assert what in error
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["plain", "scheduled", "refused", "fails", "clips", "scale"])
 def test_several_batches(pools, kind, size):

@@ -366,7 +366,8 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
 
 NOT_GIVEN = (
     "it computes with a tensor that is not an argument (closed over, or an attribute of a module "
-    "that is not a buffer); pass the tensor in by params, state or feeds"
+    "that is not a buffer); pass the tensor in by params, state or feeds. For a tensor of the loss, "
+    "such as class weights: compile_stage(stage, fallback=True) leaves the last stage eager"
 )
 _TAKEN_OUT = "it reads the numbers of a tensor outside of torch (numpy, an extension)"
 _BRANCH = "its computation depends on numbers in tensors (a branch, .item(), a shape)"

@@ -34,6 +34,13 @@ Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
 """Groups of (stage, path): the leaves of each group are one parameter."""
 
 
+_TIME_FIRST = tuple(
+    f"torch.nn.modules.{name}("
+    for name in ("rnn.RNN", "rnn.LSTM", "rnn.GRU", "activation.MultiheadAttention")
+)
+"""The first words about torch's layers whose input has time on axis 0, unless ``batch_first``."""
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A schedule lowered for stages, with a loss: `run`, `simulate` and `draw` take a plan.
@@ -133,17 +140,25 @@ class Plan:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """Sentences about likely mistakes in the plan, for ``print`` and notebooks."""
-        evaluating = (
-            "stage {} stays in evaluation mode, as its module was: model.train() before it is "
-            "made a stage"
-        )
-        return tuple(
-            [
-                evaluating.format(number)
-                for number, stage in enumerate(self.stages)
-                if self.train and stage.evaluation
+        hints: list[str] = []
+        for number, stage in enumerate(self.stages):
+            if self.train and stage.evaluation:
+                hints.append(
+                    f"stage {number} stays in evaluation mode, as its module was: model.train() "
+                    "before it is made a stage"
+                )
+            paths = [
+                path
+                for path, words in stage.described()
+                if words.startswith(_TIME_FIRST) and "batch_first=True" not in words
             ]
-        )
+            if paths:
+                hints.append(
+                    f"layer {paths[0]!r} of stage {number} has batch_first=False, so axis 0 of its "
+                    "input is time, but a run cuts axis 0 into microbatches: make the layer with "
+                    "batch_first=True, or pass fp.Axis(x, 1)"
+                )
+        return tuple(hints)
 
     @property
     def facts(self) -> Facts:

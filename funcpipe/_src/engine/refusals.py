@@ -30,8 +30,8 @@ def refuse_unsaid_axes(cut: microbatch.Batch) -> None:
     if axes and axes[0] > 0:
         raise BatchError(
             f"the inputs are cut along axis {', '.join(map(str, axes))}, so the plan must say "
-            f"along which axis to join the outputs: make_plan(..., merge={axes[0]}), or merge=0, "
-            "'each', or a tree of these like the outputs"
+            f"along which axis to join the outputs: make_plan(..., merge={axes[0]}) or fp.Pipe(..., "
+            f"merge={axes[0]}), or merge=0, 'each', or a tree of these like the outputs"
         )
 
 

@@ -128,11 +128,12 @@ class Labels:
         args, kwargs = as_call(inputs)
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.counter is not None:
-            if arguments.get("num_items_in_batch") is not None:
-                raise BatchError(
-                    "the inputs have 'num_items_in_batch', but a plan counts the labels of all "
-                    "microbatches itself; leave it out"
-                )
+            for name in ("num_items_in_batch", "ignore_index"):
+                if arguments.get(name) is not None:
+                    raise BatchError(
+                        f"the inputs have {name!r}, but a plan counts the labels of all "
+                        f"microbatches itself, which are not {IGNORED}; leave it out"
+                    )
             return self.counter(arguments)
         for name, value in arguments.items():
             if ("label" in name or "target" in name) and _ignores(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -17,15 +17,20 @@ def norm_of(
     gradients: list[tuple[int, Tensor]],
     exchange: Exchange,
     about: str = "the norm of the gradients",
+    fact: Any = None,
+    check: Callable[[list[Any]], None] = lambda _: None,
 ) -> Tensor:
     """Return the 2-norm of the gradients of all processes. Each gradient comes with its stage.
 
-    ``about`` names the call. Processes that name other calls raise RanksError.
+    ``about`` names the call. Processes that name other calls raise RanksError. ``check`` gets the
+    ``fact`` of each process, which travels with the norms.
     """
     if exchange == alone:
         return _total([numbers(gradient) for _, gradient in gradients])
     norms = on_host([local_norm(stage, gradient, exchange) for stage, gradient in gradients])
-    return norm_of_norms(exchange(about, norms), exchange)
+    everyone = exchange(about, (norms, fact))
+    check([fact for _, fact in everyone])
+    return norm_of_norms([norms for norms, _ in everyone], exchange)
 
 
 LocalNorm: TypeAlias = tuple[int, bool, Tensor]

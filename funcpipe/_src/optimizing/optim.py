@@ -6,7 +6,7 @@ Steps within a run, by lanes, are in `stepping`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ from funcpipe._src.optimizing.leaf_gradients import (
     taken_by,
 )
 from funcpipe._src.optimizing.norms import norm_of
+from funcpipe._src.optimizing.same_options import compared
 
 
 def step(
@@ -91,7 +92,8 @@ def step(
             parameter; no leaf of the optimizer has a gradient; the optimizer needs a closure, such
             as LBFGS, or sparse gradients; an option has a wrong value; or `ranks` are open and
             ``params`` and ``grads`` lack the stages of other ranks.
-        RanksError: the ranks give different ``max_norm``, or make other calls. Nothing has stepped.
+        RanksError: the ranks give different ``max_norm``, have different options for copies of one
+            parameter, or make other calls. Nothing has stepped.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
     # Tell errors: otherwise the other ranks would go on, one step ahead of this one.
@@ -136,7 +138,8 @@ def _step(
         )
     entries = by_leaf(params, grads, ties, leaf_numbers(params, unused))
     try:
-        return _stepped(optimizer, params, entries, scale, max_norm, scaler, exchange)
+        options = compared(optimizer, params, entries, ties, exchange)
+        return _stepped(optimizer, params, entries, scale, max_norm, scaler, exchange, options)
     except FuncpipeError:
         raise
     except Exception:  # torch refuses a ``.grad`` that does not fit, but does not name the leaf
@@ -153,14 +156,18 @@ def _stepped(
     max_norm: float | None,
     scaler: torch.amp.GradScaler | None,
     exchange: Exchange,
+    options: Mapping[str, Any],
 ) -> Tensor:
-    """Step the optimizer, and return the norm of the gradients."""
+    """Step the optimizer, and return the norm of the gradients.
+
+    ``options`` are keywords of `norm_of` that compare the options of all ranks.
+    """
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
     for leaf in leaves(params):
         leaf.grad = None  # a gradient of an earlier ``backward()`` must not be stepped
     if scaler is not None:
-        return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange)
+        return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange, options)
     if scale != 1.0:
         for entry in entries:
             entry.gradient = entry.gradient / scale
@@ -168,6 +175,7 @@ def _stepped(
         [(entry.stage, entry.gradient) for entry in entries if entry.counts],
         exchange,
         _about("the norm of the gradients", max_norm),
+        **options,
     )
     if optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
         apply_gradients(optimizer, stepped, norm, max_norm)
@@ -203,6 +211,7 @@ def _scaler_step(
     stepped: list[LeafGradient],
     max_norm: float | None,
     exchange: Exchange,
+    options: Mapping[str, Any],
 ) -> Tensor:
     """Make the step with a scaler, and return the norm. Gradients are copied, because the scaler
     writes to them."""
@@ -215,7 +224,9 @@ def _scaler_step(
         finite = exchange.finite(about, [entry.gradient for entry in entries])
         _unscale(scaler, optimizer, entries, stepped, finite=finite)
         norm = norm_of(
-            [(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange
+            [(entry.stage, entry.gradient) for entry in entries if entry.counts],
+            exchange,
+            **options,
         )
         if max_norm is not None:
             _clip(stepped, norm, max_norm)

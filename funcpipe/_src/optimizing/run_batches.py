@@ -6,16 +6,16 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from funcpipe._src.core.errors import PlanError, StageError
-from funcpipe._src.core.tree import Tree
+from funcpipe._src.core.errors import BatchError, PlanError, StageError
+from funcpipe._src.core.tree import Tree, flatten
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
 from funcpipe._src.engine.arguments import checked_seed
@@ -28,6 +28,7 @@ from funcpipe._src.optimizing.rates import Rates, refuse_scheduler
 from funcpipe._src.optimizing.together import run_together
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.stages.context import checked_plan, outside_of_graphs
+from funcpipe._src.stages.params import versions
 from funcpipe._src.stages.rng import fold_in
 from funcpipe._src.stages.trainable import Trainable
 
@@ -86,8 +87,8 @@ def run_batches(
     Args:
         plan: a plan whose schedule has steps (`schedules.step_params`).
         params: as in `run`.
-        batches: a list of batches as in `run`. All batches stay in memory until the end, so each
-            must have its own tensors. With `ranks`, each rank gives the same number of batches,
+        batches: a list of batches as in `run`. All batches are read first and stay in memory until
+            the end, so a loader must not reuse its tensors. With `ranks`, each rank gives the same number of batches,
             None for a batch that the rank does not read.
         optimizer: one of torch's own optimizers, or an `optim.FunctionalOptimizer`. With `ranks`,
             each rank has its own optimizer of its own leaves.
@@ -215,7 +216,7 @@ class _Work:
         _refuse_unstepped(self.plan, options)
         if self.scheduler is not None:
             refuse_scheduler(options.optimizer, self.scheduler)
-        listed = _listed("batches is a list of batches as fp.run takes them", batches)
+        listed = _listed("batches is a list of batches as fp.run takes them", batches, _unwritten)
         rule = f"feeds has a dict for each of {len(listed)} batches"
         feeds_of = [None] * len(listed) if feeds is None else _listed(rule, feeds)
         if len(feeds_of) != len(listed):
@@ -286,11 +287,26 @@ class _Work:
         return replace(options, state=self.results[-1].state) if self.results else options
 
 
-def _listed(rule: str, values: Any) -> list[Any]:
+def _unwritten(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches. Raise BatchError at the end if reading has changed an earlier batch."""
+    seen: list[tuple[list[Tensor], list[int]]] = []
+    for batch in batches:
+        tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+        seen.append((tensors, versions(tensors)))
+        yield batch
+    written = [number for number, (tensors, old) in enumerate(seen) if versions(tensors) != old]
+    if written:
+        raise BatchError(
+            f"batches {written} have changed while later batches were read: the loader reuses its "
+            "tensors, and run_batches reads all batches first; yield copies, such as x.clone()"
+        )
+
+
+def _listed(rule: str, values: Any, read: Callable[[Any], Iterable[Any]] = iter) -> list[Any]:
     """Return the values as a list. Raises PlanError with the ``rule`` if they are not iterable."""
     if isinstance(values, (Tensor, Mapping, str, bytes)) or not isinstance(values, Iterable):
         raise PlanError(f"{rule}; got a {type(values).__name__}")
-    return [*cast("Iterable[Any]", values)]
+    return [*read(values)]
 
 
 def _refuse_unstepped(plan: Plan, options: RunOptions) -> None:

@@ -36,6 +36,7 @@ from funcpipe._src.optimizing.optim import (
     refuse_unheld,
     steps_by_leaf,
 )
+from funcpipe._src.optimizing.same_options import compared
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.replicas.replicas import Reduction
 
@@ -176,7 +177,9 @@ class Stepping:
             self.ready.plan.stages[-1].seen.late = True
         entries = self._scaled(of_result(params, result))
         norm = norm_of(
-            [(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange
+            [(entry.stage, entry.gradient) for entry in entries if entry.counts],
+            result.exchange,
+            **compared(self.optimizer, params, entries, result.ties, result.exchange),
         )
         held = held_of(self.optimizer, entries) if entries or result.exchange == alone else []
         skips, clips = self._skips(norm), self._clips(norm)
