@@ -576,3 +576,30 @@ def test_uses_a_count_of_its_calls(kind):
 def test_keeps_what_is_the_same_in_each_run(kind):
     """Masks, tables, counters, and values that a forward only shows, train as in plain torch."""
     trained(kind)
+
+
+class Defaults:
+    """Settings whose values are attributes of the class."""
+
+    alpha = 1.0
+
+
+class ScaledByDefault(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.settings = Defaults()
+
+    def forward(self, x):
+        return x * self.settings.alpha
+
+
+def test_a_default_of_a_class_that_gets_a_value():
+    """The object had no attributes of its own when the stages were made."""
+    model = nn.Sequential(nn.Linear(4, 4), ScaledByDefault())
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    x = torch.randn(4, 4)
+    fp.run(plan, split.params, (x, x))
+    model[1].settings.alpha = 3.0
+    with pytest.raises(fp.PlanError, match=r"1\.settings\.alpha was set"):
+        fp.run(plan, split.params, (x, x))

@@ -108,7 +108,9 @@ class Executed:
 
 def _is_foreign(module: str, code: CodeType | None = None) -> bool:
     root = module.partition(".")[0]
-    if root == "funcpipe":  # wrappers of this package, not the user's code
+    # Wrappers of this package, and constructors that Python has written for named tuples. The first
+    # trace of a process calls more of these than later ones, and its key must not differ.
+    if root == "funcpipe" or root.startswith("namedtuple_"):
         return True
     return root in _FOREIGN or (code is not None and code.co_filename.startswith("<frozen"))
 

@@ -198,7 +198,7 @@ class ModuleAttributes:
         self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]
     ) -> None:
         now: Mapping[Any, Any] | None = contents()
-        if not now:
+        if now is None:
             return
         keys = tuple(key for key in now if name or key not in TABLES)
         # Weak references: the record of a model must not keep the model's tensors alive.
