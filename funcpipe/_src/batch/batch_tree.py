@@ -18,13 +18,10 @@ from funcpipe._src.batch.registry import Rowed, with_rowed
 from funcpipe._src.core.border import LEAF, Border, given, mark_shared, sharing_memory
 from funcpipe._src.core.cache_key import border_key_or_none
 from funcpipe._src.core.tree import (
-    Path,
     Tree,
-    at,
     flatten,
     locations,
     map_leaves,
-    paths,
     refuse_hidden,
     unflatten,
 )
@@ -170,38 +167,32 @@ class BatchTree:
 
     def listed(self, rows: int | None) -> list[str]:
         """Return faults for lists with one value, or one list, per row, which would not be cut."""
-        if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
+        if rows is None or rows < 2 or self.ready is not None:
             return []
-        groups: dict[Path, list[int]] = {}
-        for number, path in enumerate(paths(self.tree)):
-            for depth in range(len(path)):
-                groups.setdefault(path[:depth], []).append(number)
+        if all(isinstance(leaf, Tensor) for leaf in self.leaves):
+            return []
+        with_rows = {id(self.leaves[number]) for number in self.rows}
+
+        def is_listed(node: Any) -> bool:
+            kind = type(node)
+            strings = kind is tuple and all(isinstance(each, (str, bytes)) for each in node)
+            if not (kind in (list, deque) or strings) or len(node) != rows:
+                return False
+            inside = flatten(node)[0]
+            return bool(inside) and not any(
+                isinstance(leaf, (Tensor, Replicate, Axis)) or id(leaf) in with_rows
+                for leaf in inside
+            )
+
         faults: list[str] = []
-        found: set[Path] = set()
-        for path in sorted(groups, key=len):  # an outer list before the lists inside
-            container, values = at(self.tree, path), [self.leaves[each] for each in groups[path]]
-            if (
-                not isinstance(container, (list, deque, tuple))
-                or len(container) != rows  # pyright: ignore[reportUnknownArgumentType]
-                or any(isinstance(value, Tensor) for value in values)
-                or any(self.marked[number] or number in self.rows for number in groups[path])
-                or any(path[:depth] in found for depth in range(len(path)))
-            ):
-                continue
-            kind = type(container)  # pyright: ignore[reportUnknownVariableType]
-            strings = kind is tuple and all(isinstance(each, (str, bytes)) for each in container)  # pyright: ignore[reportUnknownVariableType]
-            if kind in (list, deque) or strings:
-                found.add(path)
-                place = self.name + "".join(f"[{key!r}]" for key in path)
+        places = locations(self.tree, self.name, is_listed)  # an outer list, not the lists inside
+        for place, leaf in zip(places, flatten(self.tree, is_listed)[0], strict=True):
+            entry = f"one {type(leaf[0]).__name__}" if is_listed(leaf) else "one value"
+            if is_listed(leaf) or (_is_collection(leaf) and len(leaf) == rows):
                 faults.append(
-                    f"{place} is a {kind.__name__} with one {type(container[0]).__name__} "
-                    f"{_each(rows, place)}"
-                )
-        for number, leaf in enumerate(self.leaves):
-            if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
-                place = self.places[number]
-                faults.append(
-                    f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}"
+                    f"{place} is a {type(leaf).__name__} with {entry} for each of {rows} rows, "
+                    "which every microbatch would get whole: make it a tensor, cut it yourself "
+                    f"(fp.Microbatches), or share it: fp.Replicate({place})"
                 )
         return faults
 
@@ -211,33 +202,24 @@ class BatchTree:
         With slices, return one border per slice, in its own memory.
         """
         if self.ready is not None:
-            self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
-            borders = [given(tree) for tree in self.ready]
-            for border in borders:
-                border.shared = sharing_memory(border.leaves)
-            return borders
+            return self._given(self.ready)
+        columns: list[Iterable[Any]] = []
+        for index, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if axis is not None:
+                columns.append(leaf.detach().split_with_sizes(parts, axis))
+            elif isinstance(leaf, Rowed) and index in self.rows:
+                columns.append(leaf.cut(parts))
+            else:
+                columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
+        rows: Iterable[Sequence[Any]] = (
+            zip(*columns, strict=True) if columns else repeat((), len(parts))
+        )
+        if any(isinstance(leaf, Rowed) for leaf in self.leaves):  # their pieces are trees
+            return self._given(unflatten(self.spec, row) for row in rows)
         self.handles = _marked(self.leaves)
-        if any(isinstance(leaf, Rowed) for leaf in self.leaves):
-            return self._cut_rowed(parts)
-        columns: list[Iterable[Any]] = [
-            repeat(leaf, len(parts))
-            if axis is None
-            else leaf.detach().split_with_sizes(parts, axis)
-            for leaf, axis in zip(self.leaves, self.axes, strict=True)
-        ]
         if slices:
             parts = [size for size in parts for _ in slices]
-            columns = [
-                [
-                    piece
-                    for value in column
-                    for piece in (
-                        repeat(value, len(slices)) if axis is None else _slices(value, slices, axis)
-                    )
-                ]
-                for column, axis in zip(columns, self.sequences, strict=True)
-            ]
-        rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
+            rows = (piece for row in rows for piece in self._sliced(row, slices))
         flags = (False,) * len(self.leaves)
         shared = sharing_memory(self.leaves) if len(self.leaves) > 1 else ()
         out: list[Border] = []
@@ -254,21 +236,26 @@ class BatchTree:
             out.append(border)
         return out
 
-    def _cut_rowed(self, parts: Sequence[int]) -> list[Border]:
-        """Cut a tree with objects of registered classes, whose pieces are trees."""
-        columns: list[Iterable[Any]] = []
-        for index, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis is not None:
-                columns.append(leaf.detach().split_with_sizes(parts, axis))
-            elif isinstance(leaf, Rowed) and index in self.rows:
-                columns.append(leaf.cut(parts))
-            else:
-                columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
-        borders = [given(unflatten(self.spec, row)) for row in zip(*columns, strict=True)]
-        self.handles += _marked(leaf for border in borders for leaf in border.leaves)
-        for border in borders if self.has_cache_keys else ():
-            border.words = border_key_or_none(border)
+    def _given(self, trees: Iterable[Tree]) -> list[Border]:
+        """Return the borders of microbatches that are trees of their own."""
+        borders = [given(tree) for tree in trees]
+        self.handles = _marked(leaf for border in borders for leaf in border.leaves)
+        for border in borders:
+            border.shared = sharing_memory(border.leaves)
+            if self.has_cache_keys:
+                border.words = border_key_or_none(border)
         return borders
+
+    def _sliced(self, row: Sequence[Any], lengths: Sequence[int]) -> Iterable[Sequence[Any]]:
+        """Return the slices of a microbatch: contiguous, so that stages can view them like whole
+        microbatches."""
+        columns = [
+            repeat(leaf, len(lengths))
+            if axis is None
+            else [piece.contiguous() for piece in leaf.split_with_sizes(lengths, axis)]
+            for leaf, axis in zip(row, self.sequences, strict=True)
+        ]
+        return zip(*columns, strict=True) if columns else repeat((), len(lengths))
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
@@ -281,18 +268,6 @@ def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) ->
         size(leaf) * first[0] == rows * size(column[0])
         for column in columns
         for leaf, rows in zip(column, first, strict=True)
-    )
-
-
-def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:
-    """Return contiguous slices, so that stages can view them like whole microbatches."""
-    return [piece.contiguous() for piece in value.split_with_sizes(lengths, axis)]
-
-
-def _each(rows: int, place: str) -> str:
-    return (
-        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut "
-        f"it yourself (fp.Microbatches), or share it: fp.Replicate({place})"
     )
 
 

@@ -105,9 +105,13 @@ def paths(tree: Tree) -> list[Path]:
     return optree.treespec_paths(structure(tree))
 
 
-def locations(tree: Tree, root: str) -> list[str]:
-    """Return the location of each leaf as Python code: ``params[0]['1.weight']``."""
-    return [accessor.codify(root) for accessor in optree.treespec_accessors(structure(tree))]
+def locations(tree: Tree, root: str, whole: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return the location of each leaf as Python code: ``params[0]['1.weight']``.
+
+    Containers for which ``whole`` returns True are leaves.
+    """
+    spec = flatten(tree, whole)[1]
+    return [accessor.codify(root) for accessor in optree.treespec_accessors(spec)]
 
 
 def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None) -> Leaves:
