@@ -16,11 +16,7 @@ log = logging.getLogger("funcpipe")  # the logger of the package
 log.addHandler(logging.NullHandler())
 
 
-def _nothing_yet(subject: object) -> set[Any]:
-    return set()
-
-
-_said = Remembered(_nothing_yet)
+_said: Remembered[object, set[Any]] = Remembered(lambda _: set())
 
 
 def decided(subject: object, message: str, *arguments: object) -> None:

@@ -311,7 +311,7 @@ def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str
         (place, fault_of(leaf))
         for place, leaf in zip(locations(tree, root) if leaves else (), leaves, strict=True)
     ]
-    rows += [(place, _fault_of_node(node)) for place, node in _nodes(tree, root)]
+    rows += [(place, _fault_of_node(node)) for place, node, _ in _nodes(tree, root)]
     return [f"{place} {fault}" for place, fault in rows if fault]
 
 
@@ -374,28 +374,27 @@ def _branches(node: Any) -> list[tuple[Any, Callable[[str], str], Any]]:
     ]
 
 
-def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield each container of a tree, with its location."""
-    todo = [(root, tree)]
+def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield each container of a tree, with its location and the ids of the containers above."""
+    todo: list[tuple[str, Any, tuple[int, ...]]] = [(root, tree, ())]
     while todo:
-        place, node = todo.pop()
+        place, node, above = todo.pop()
         if not optree.tree_is_leaf(node, none_is_leaf=True, namespace=_NAMESPACE):
-            yield place, node
-            todo += reversed([(write(place), child) for _, write, child in _branches(node)])
+            yield place, node, above
+            inside = (*above, id(node))
+            todo += [(write(place), child, inside) for _, write, child in _branches(node)][::-1]
 
 
 def _endless(tree: Tree) -> str:
     """Say why a tree cannot be flattened: it contains itself, or is nested too deep."""
-    todo: list[tuple[str, Any, tuple[int, ...]]] = [("tree", tree, ())]
-    while todo and len(todo[-1][2]) < 2000:
-        place, node, above = todo.pop()
+    for place, node, above in _nodes(tree, "tree"):
         if id(node) in above:
-            name = f"{place} is the {type(node).__name__}"
             return (
-                f"this is not a tree: {name} that contains it; pass the tensors without the "
-                "object that refers back"
+                f"this is not a tree: {place} is the {type(node).__name__} that contains it; pass "
+                "the tensors without the object that refers back"
             )
-        todo += [(write(place), child, (*above, id(node))) for _, write, child in _branches(node)]
+        if len(above) >= 2000:
+            break
     return (
         "a tree is nested too deep, in more levels than optree can follow; pass its tensors as a "
         "flat list or dict"
