@@ -298,7 +298,8 @@ class Replicas:
             for rank in others:
                 room = rooms[rank]
                 if room.numel():
-                    came = TensorLayout.of(room).view_of(self._channel.take(rank))
+                    layout = TensorLayout.contiguous(room.shape, room.dtype)
+                    came = layout.view_of(self._channel.take(rank))
                     room.copy_(came) if stream is None else stream.backend.fill(room, came)
 
         return take
