@@ -1,5 +1,4 @@
-"""`BatchTree`: one tree of a batch, the axes of its leaves, and the faults of leaves that cannot be
-cut."""
+"""`BatchTree`: one tree of a batch, the axes of its leaves, and the faults of its leaves."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ class BatchTree:
             self.rows[index] = rows
 
     def _sequence(self, index: int, leaf: Tensor, axis: int, sequence: Any) -> int | None:
-        """Return the axis along which a leaf is cut into slices; None: each slice gets the
-        whole."""
+        """Return the axis along which a leaf is cut into slices; None: slices share the leaf."""
         if sequence == "next":
             sequence = (0 if axis else 1) if leaf.dim() > 1 else None
         if sequence is None:
@@ -247,8 +245,7 @@ class BatchTree:
         return borders
 
     def _sliced(self, row: Sequence[Any], lengths: Sequence[int]) -> Iterable[Sequence[Any]]:
-        """Return the slices of a microbatch: contiguous, so that stages can view them like whole
-        microbatches."""
+        """Return the slices of a microbatch: contiguous, so that stages can view them."""
         columns = [
             repeat(leaf, len(lengths))
             if axis is None
@@ -306,8 +303,7 @@ def _packed(tree: Tree, place: str) -> list[str]:
 
 
 def _is_collection(leaf: Any) -> bool:
-    """Return whether a leaf is a collection such as a range or a set. Arrays are checked
-    elsewhere."""
+    """Return whether a leaf is a collection such as a range or a set, but not an array."""
     return (
         isinstance(leaf, Collection)
         and not isinstance(leaf, (str, bytes, torch.Size))

@@ -272,8 +272,7 @@ class OutputJoin:
         return [leaf * (size / sum(self.rows)) if rule == "mean" else leaf for size in self.rows]
 
     def _cut_ready(self, cotangents: Tree, faults: list[str]) -> Sequence[Sequence[Tensor | None]]:
-        """Return the cotangents of each microbatch, for outputs that were not merged. Append
-        faults."""
+        """Return the cotangents of each microbatch, for unmerged outputs. Append faults."""
         count = len(self.rows)
         if not isinstance(cotangents, Microbatches) or len(cotangents) != count:
             raise BatchError(

@@ -117,8 +117,7 @@ class Rowed:
         return self.rule.lengths is not None and len({*self.rule.lengths(self.value)}) > 1
 
     def cut(self, sizes: Sequence[int]) -> list[Tree]:
-        """Return the value of each microbatch. Raises BatchError if the registered function
-        fails."""
+        """Return the value of each microbatch. Raises BatchError if the function fails."""
         return [
             self._call("cut", f"the rows {start} to {stop}", self.rule.cut, start, stop)
             for start, stop in pairwise(accumulate(sizes, initial=0))

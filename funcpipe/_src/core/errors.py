@@ -72,8 +72,7 @@ class PlacementError(FuncpipeError, ValueError):
 
 
 class CheckpointError(FuncpipeError, ValueError):
-    """A checkpoint is missing, incomplete or damaged, or does not fit the model or the
-    optimizer."""
+    """A checkpoint is missing or damaged, or does not fit the model or the optimizer."""
 
 
 class DrawError(FuncpipeError, RuntimeError):
@@ -191,8 +190,7 @@ class PeerError(FuncpipeError, ConnectionError):
 
 
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
-    """Write one message for many faults: a title, then one line per fault, at most ``most``
-    lines."""
+    """Write one message for many faults: a title, then at most ``most`` lines of faults."""
     lines = list(faults)
     if most is not None and len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more"]
@@ -252,8 +250,7 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def at_batch(error: BaseException, where: Where) -> BaseException:
-    """Attach the number of an overlap's batch to an error, and keep the coordinates of an inner
-    run."""
+    """Attach the number of an overlap's batch to an error; coordinates of an inner run stay."""
     inner: Where | None = error.__dict__.get("funcpipe")
     _attach(error, where)
     if inner is not None and inner.batch is None:
@@ -332,8 +329,7 @@ def _plain(message: str, where: Where, notes: list[str]) -> StageError:
 
 
 def _blank(kind: type[StageError], source: Exception) -> StageError:
-    """Return an instance of ``kind`` with the fields of ``source``, without the user's
-    ``__init__``."""
+    """Make a ``kind`` with the fields of ``source``, without the user's ``__init__``."""
     try:
         new = kind.__new__(kind, *source.args)
     except TypeError:  # MemoryError.__new__ fails if MemoryError is not the first base

@@ -42,8 +42,7 @@ _ELSEWHERE = (type, ModuleType, Enum, CodeType, FrameType, TracebackType, loggin
 records that their handlers keep."""
 
 _ENOUGH = 10_000
-"""The most objects to look into, the nearest first, so that a huge leaf (an index, a trie) does not
-slow a run."""
+"""The most objects to look into, so that a huge leaf (an index, a trie) does not slow a run."""
 
 
 def fault_of(leaf: Any) -> str:

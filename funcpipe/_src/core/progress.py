@@ -167,8 +167,7 @@ def telling(
 
 
 def display(file: TextIO | None = None) -> _RichBar | _TextDisplay:
-    """Choose a display for stderr or another file: rich's bar, an overwritten line, or several
-    lines."""
+    """Choose a display for a file (stderr): rich's bar, an overwritten line, or several lines."""
     out: TextIO = file or sys.stderr
     terminal = out.isatty() and os.environ.get("TERM") != "dumb"
     if terminal:

@@ -86,8 +86,7 @@ def structure(tree: Tree) -> Spec:
 
 
 def map_leaves(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply ``fn`` to the leaves of ``tree`` (and of trees of the same structure), keeping the
-    structure."""
+    """Apply ``fn`` to the leaves of trees of one structure, and return a tree like them."""
     leaves, spec = flatten(tree)
     columns = [flatten(other)[0] for other in others]
     return unflatten(spec, [fn(*row) for row in zip(leaves, *columns, strict=True)])
@@ -402,8 +401,7 @@ def _endless(tree: Tree) -> str:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, type and numbers, on any devices. NaN equals
-    NaN."""
+    """Return whether tensors on any devices have one shape, type and numbers. NaN equals NaN."""
     if one is other:
         return True
     if one.shape != other.shape or one.dtype != other.dtype:

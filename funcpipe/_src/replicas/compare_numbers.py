@@ -50,8 +50,7 @@ def compare_tied(
     leaves: Sequence[Sequence[Any]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Compare the numbers of tied leaves of one process that are separate tensors. Raises
-    PlanError."""
+    """Compare tied leaves of one process that are separate tensors. Raises PlanError."""
     apart = [group for group in ties if len({id(leaves[stage][leaf]) for stage, leaf in group}) > 1]
     compared.begin()
     if not apart or not compared.has_new(

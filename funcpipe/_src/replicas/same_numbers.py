@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.core.plain_tensors import here, is_plain, memory_view
@@ -42,8 +43,7 @@ class ComparedLeaves:
         self._new = []
 
     def has_new(self, leaves: Iterable[Any]) -> bool:
-        """Return whether there are leaves to compare. If runs are prepared together, only the first
-        compares."""
+        """Return whether there are leaves to compare; of runs prepared together, for the first."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         new = [
             leaf
@@ -77,24 +77,21 @@ class WholeDigests:
     """The hashes of whole tensors, by the local part that `place` has kept."""
 
     def __init__(self) -> None:
-        self._digests: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
+        self._digests: MutableMapping[Tensor, tuple[int, str]] = WeakIdKeyDictionary()
 
     def keep(self, part: Tensor, whole: Tensor) -> None:
         """Record the hash of the whole tensor."""
-        self._digests = {key: each for key, each in self._digests.items() if each[0]() is not None}
-        self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
+        self._digests[part] = version(here(part.detach())), digest_of(whole)
 
     def digest(self, part: Tensor) -> str:
         """Return the hash of the whole tensor, or "" if unknown.
 
         It is unknown after a write to the part, for example by `load`.
         """
-        kept, written, digest = self._digests.get(id(part), (None, 0, ""))
-        return (
-            digest
-            if kept is not None and kept() is part and version(here(part.detach())) == written
-            else ""
-        )
+        kept = self._digests.get(part)
+        if kept is None or kept[0] != version(here(part.detach())):
+            return ""
+        return kept[1]
 
 
 whole_digests = WholeDigests()

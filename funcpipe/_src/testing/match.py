@@ -22,8 +22,7 @@ from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.stages.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
-"""The fields of a result in the order of their computation, so the first difference is nearest
-to the cause."""
+"""The fields of a result in the order of their computation: the cause comes first."""
 
 _SHOWN = 10  # the number of differing leaves that a message lists
 
@@ -197,8 +196,7 @@ def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two leaves that are not tensors are equal. Leaves that cannot be compared count as
-    equal."""
+    """Whether two leaves that are not tensors are equal, or cannot be compared."""
     if a is b or type(a) is not type(b):
         return a is b
     if hasattr(a, "__dict__"):

@@ -185,8 +185,7 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def generators_kept() -> Generator[None]:
-    """Restore the states of torch's and Python's generators at the end. Inside, torch has an
-    unusual seed."""
+    """Restore torch's and Python's generators at the end. Inside, torch has an unusual seed."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0x5EED)
