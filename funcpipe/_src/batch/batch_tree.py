@@ -240,8 +240,6 @@ class BatchTree:
         self.handles = _marked(leaf for border in borders for leaf in border.leaves)
         for border in borders:
             border.shared = sharing_memory(border.leaves)
-            if self.has_cache_keys:
-                border.words = border_key_or_none(border)
         return borders
 
     def _sliced(self, row: Sequence[Any], lengths: Sequence[int]) -> Iterable[Sequence[Any]]:

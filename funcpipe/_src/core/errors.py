@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from types import TracebackType
+from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -296,14 +296,8 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
 
     def reduce(self: Exception) -> Any:
         # Pickle cannot find a class made at run time, so it gets a plain StageError instead.
-        return (
-            _plain,
-            (
-                f"{kind.__name__}: {self}",
-                self.__dict__.get("funcpipe"),
-                self.__dict__.get("__notes__", []),
-            ),
-        )
+        where, notes = self.__dict__.get("funcpipe"), self.__dict__.get("__notes__", [])
+        return _plain, (f"{kind.__name__}: {self}", where, notes)
 
     body = {
         "__module__": kind.__module__,
@@ -362,8 +356,6 @@ def _members(kind: type) -> Iterable[str]:
         if base is BaseException or base is object:
             return
         for name, value in vars(base).items():
-            if type(value).__name__ in (
-                "member_descriptor",
-                "getset_descriptor",
-            ) and not name.startswith("__"):
+            is_field = isinstance(value, (MemberDescriptorType, GetSetDescriptorType))
+            if is_field and not name.startswith("__"):
                 yield name
