@@ -209,15 +209,14 @@ class BatchTree:
                 columns.append(leaf.cut(parts))
             else:
                 columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
-        rows: Iterable[Sequence[Any]] = (
-            zip(*columns, strict=True) if columns else repeat((), len(parts))
-        )
+        if slices:
+            parts = [size for size in parts for _ in slices]
+            pairs = zip(columns, self.sequences, strict=True)
+            columns = [_sliced(values, axis, slices) for values, axis in pairs]
+        rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
         if any(isinstance(leaf, Rowed) for leaf in self.leaves):  # their pieces are trees
             return self._given(unflatten(self.spec, row) for row in rows)
         self.handles = _marked(self.leaves)
-        if slices:
-            parts = [size for size in parts for _ in slices]
-            rows = (piece for row in rows for piece in self._sliced(row, slices))
         flags = (False,) * len(self.leaves)
         shared = sharing_memory(self.leaves) if len(self.leaves) > 1 else ()
         out: list[Border] = []
@@ -242,15 +241,14 @@ class BatchTree:
             border.shared = sharing_memory(border.leaves)
         return borders
 
-    def _sliced(self, row: Sequence[Any], lengths: Sequence[int]) -> Iterable[Sequence[Any]]:
-        """Return the slices of a microbatch: contiguous, so that stages can view them."""
-        columns = [
-            repeat(leaf, len(lengths))
-            if axis is None
-            else [piece.contiguous() for piece in leaf.split_with_sizes(lengths, axis)]
-            for leaf, axis in zip(row, self.sequences, strict=True)
-        ]
-        return zip(*columns, strict=True) if columns else repeat((), len(lengths))
+
+def _sliced(values: Iterable[Any], axis: int | None, lengths: Sequence[int]) -> Iterable[Any]:
+    """Return the slices of a leaf's microbatches: contiguous, so that stages can view them."""
+    if axis is None:
+        return [value for value in values for _ in lengths]
+    return [
+        piece.contiguous() for value in values for piece in value.split_with_sizes(lengths, axis)
+    ]
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:

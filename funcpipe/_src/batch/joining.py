@@ -142,7 +142,7 @@ def _along_axis(values: Sequence[Tensor], axis: int, batch: Batch) -> Tensor:
     shapes = [tuple(value.shape) for value in values]
     if not all(-len(shape) <= axis < len(shape) for shape in shapes):
         raise _MisfitError(f"has shapes {shapes} and no axis {axis}")
-    if tuple(shape[axis] for shape in shapes) != batch.rows:
+    if [shape[axis] for shape in shapes] != [*batch.rows]:
         raise _MisfitError(
             f"has shapes {shapes}, but axis {axis} does not have the rows of the microbatches "
             f"({', '.join(map(str, batch.rows))}); give make_plan(..., merge=) another axis, "
