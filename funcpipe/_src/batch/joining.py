@@ -38,9 +38,7 @@ _JOIN = "join"  # the rule of an output of a registered class that has a ``join`
 def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     """Join the outputs of all microbatches into one tree, each leaf by its rule.
 
-    Raises:
-        BatchError: microbatches returned trees of different structure, or leaves that the rule
-            cannot join.
+    Raises BatchError if microbatches returned different structures, or leaves misfit their rules.
     """
     faults = [
         fault
@@ -211,9 +209,7 @@ class OutputJoin:
     def cut(self, cotangents: Tree) -> list[Border]:
         """Return one border of cotangents per microbatch.
 
-        Raises:
-            BatchError: the cotangents differ from the outputs in structure, or a leaf differs in
-                shape or dtype. The message lists all faults.
+        Raises BatchError if structure, shapes or types differ from the outputs.
         """
         if self.joins_objects:
             raise BatchError(

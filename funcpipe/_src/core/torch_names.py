@@ -72,9 +72,7 @@ wrapper_tensor: Callable[..., Any] = private(
 )
 """Makes a tensor of a subclass without own memory; torch's pages on extending it use this name."""
 
-plain_function: Any = private(
-    "torch._C._disabled_torch_function_impl", lost="models cannot be cut at their blocks"
-)
+plain_function: Any = nn.Parameter.__torch_function__
 """The ``__torch_function__`` of a class that intercepts operations only, as ``nn.Parameter``."""
 
 storage_number: Callable[[torch.UntypedStorage], int] = attribute(
