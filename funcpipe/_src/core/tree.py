@@ -226,14 +226,10 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def take_apart(node: Any) -> tuple[list[Any], Any]:
-    """Return the children of a container of a registered class, and the data to rebuild it.
-
-    Raises PlanError for other containers.
-    """
-    entry = optree.register_pytree_node.get(type(node), namespace=_NAMESPACE)
-    if entry is None:
-        raise PlanError(f"the class {type(node).__name__} is not registered as a container")
-    children, kept, *_ = entry.flatten_func(node)
+    """Return the children of a container, and the data to rebuild it."""
+    children, kept, *_ = optree.tree_flatten_one_level(
+        node, none_is_leaf=True, namespace=_NAMESPACE
+    )
     return list(children), kept
 
 
