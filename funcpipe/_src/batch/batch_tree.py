@@ -47,7 +47,6 @@ class BatchTree:
             tree = None  # the rows of packed tensors are not sequences, so do not check them
         self.tree = tree = _marks_at_leaves(with_rowed(tree))
         self.leaves, spec = flatten(tree if self.ready is None else None)
-        self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
         self.rows: dict[int, int] = {}  # by leaf number, the number of rows
         self.lengths: dict[int, int] = {}
@@ -64,13 +63,8 @@ class BatchTree:
             leaves, spec = flatten(piece)
             self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
             self.faults += [f"{name}[{index}] has {_NESTED}" for leaf in leaves if _is_nested(leaf)]
-            pieces.append(
-                [
-                    leaf
-                    for leaf in leaves
-                    if isinstance(leaf, Tensor) and not _is_nested(leaf) and leaf.dim()
-                ]
-            )
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            pieces.append([leaf for leaf in tensors if not _is_nested(leaf) and leaf.dim()])
         self.ready_rows: list[int | None] = [
             leaves[0].shape[0] if leaves else None for leaves in pieces
         ]
@@ -285,17 +279,12 @@ def _packed(tree: Tree, place: str) -> list[str]:
             "sequences and their lengths, and pack them in the stage; or pack each microbatch "
             "yourself: fp.Microbatches([pack_sequence(...), ...])"
         ]
+    items: Iterable[tuple[Any, Any]] = ()
     if type(tree) is dict:
-        return [
-            fault for key, inner in tree.items() for fault in _packed(inner, f"{place}[{key!r}]")
-        ]
-    if type(tree) in (list, tuple):
-        return [
-            fault
-            for number, inner in enumerate(tree)
-            for fault in _packed(inner, f"{place}[{number}]")
-        ]
-    return []
+        items = tree.items()
+    elif type(tree) in (list, tuple):
+        items = enumerate(tree)
+    return [fault for key, inner in items for fault in _packed(inner, f"{place}[{key!r}]")]
 
 
 def _is_collection(leaf: Any) -> bool:
