@@ -88,14 +88,14 @@ def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
         rules: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
-    return [
-        (_JOIN if isinstance(leaf, Rowed) and leaf.rule.join else "each")
-        if leaf_rule is None and (not isinstance(leaf, Tensor) or not leaf.dim())
-        else 0
-        if leaf_rule is None
-        else leaf_rule
-        for leaf_rule, leaf in zip(rules, piece.leaves, strict=True)
-    ]
+    pairs = zip(rules, piece.leaves, strict=True)
+    return [_default_rule(leaf) if leaf_rule is None else leaf_rule for leaf_rule, leaf in pairs]
+
+
+def _default_rule(leaf: Any) -> MergeRule:
+    if isinstance(leaf, Tensor) and leaf.dim():
+        return 0
+    return _JOIN if isinstance(leaf, Rowed) and leaf.rule.join else "each"
 
 
 def _join(values: Sequence[Any], rule: MergeRule, batch: Batch) -> Any:
@@ -293,12 +293,8 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
     if leaf is None:
         return []
     if shape is None:
-        return [
-            (
-                f"{place} belongs to an output that has no gradient (it is not a floating-point "
-                "tensor); give None"
-            )
-        ]
+        why = "(it is not a floating-point tensor); give None"
+        return [f"{place} belongs to an output that has no gradient {why}"]
     if not isinstance(leaf, Tensor):
         return [f"{place} is a {type(leaf).__name__}; give a tensor of {shape}, or None"]
     got = _Shape(tuple(leaf.shape), leaf.dtype)

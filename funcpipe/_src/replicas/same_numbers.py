@@ -142,20 +142,16 @@ def digests_of_batch(trees: Mapping[str, Tree]) -> Digests:
     return {
         f"{place} of shape {tuple(tensor.shape)}": digest
         for root, tree in trees.items()
-        for leaf, where in zip(flatten(tree)[0], locations(tree, root), strict=True)
-        for place, tensor in _tensors_of(leaf, where)
+        for place, tensor in _tensors_of(tree, root)
         if (digest := digest_of(tensor))
     }
 
 
-def _tensors_of(leaf: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a leaf of a batch, with their locations."""
-    if isinstance(leaf, Microbatches):
-        for number, tree in enumerate(leaf):
-            for inner, where in zip(
-                flatten(tree)[0], locations(tree, f"{place}[{number}]"), strict=True
-            ):
-                yield from _tensors_of(inner, where)
-    bare = leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
-    if isinstance(bare, Tensor):
-        yield place, bare
+def _tensors_of(tree: Tree, root: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch, also in marks and ready-made microbatches, with locations."""
+    for leaf, place in zip(flatten(tree)[0], locations(tree, root), strict=True):
+        if isinstance(leaf, Microbatches):
+            yield from _tensors_of(leaf.trees, place)
+        bare = leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
+        if isinstance(bare, Tensor):
+            yield place, bare
