@@ -193,21 +193,18 @@ def look(
         # The loss is a mean over the target, so use the rows of the target before those of inputs.
         order = sorted(trees.values(), key=lambda tree: tree.name != "target")
         source = next((tree for tree in order if any(tree.ready_rows)), None)
-        made = (
-            tuple([size or 0 for size in source.ready_rows])
-            if source
-            else (0,) * max(ready.values())
-        )
-        of_target = source is not None and source.name == "target"
-        unclear = source is not None and not (
-            source.sizes_agree if of_target else source.rows_agree
-        )
-        if source is not None and not source.rows_agree and rows is not None:
-            raise BatchError(
-                f"the leaves of {source.name}, ready-made microbatches, have different numbers of "
-                "rows, so it is not known how to cut the other leaves of the batch; cut them, "
-                "too: fp.Microbatches([...])"
-            )
+        if source is None:
+            made = (0,) * max(ready.values())
+        else:
+            made = tuple([size or 0 for size in source.ready_rows])
+            of_target = source.name == "target"
+            unclear = not (source.sizes_agree if of_target else source.rows_agree)
+            if not source.rows_agree and rows is not None:
+                raise BatchError(
+                    f"the leaves of {source.name}, ready-made microbatches, have different numbers "
+                    "of rows, so it is not known how to cut the other leaves of the batch; cut "
+                    "them, too: fp.Microbatches([...])"
+                )
     lengths = (
         slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
     )

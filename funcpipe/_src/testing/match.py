@@ -170,11 +170,9 @@ def differences(
 def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
     """Describe how a leaf differs; "" if it does not."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        return (
-            ""
-            if _same(actual, expected)
-            else f"{_short_text(actual)} came, {_short_text(expected)} expected"
-        )
+        if _same(actual, expected):
+            return ""
+        return f"{_short_text(actual)} came, {_short_text(expected)} expected"
     forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (actual, expected)]
     if forms[0] != forms[1]:
         return f"{_short_text(actual)} came, {_short_text(expected)} expected"
