@@ -1,5 +1,4 @@
-"""`BatchTree`: one tree of a batch, the axes of its leaves, and the faults of leaves that cannot be
-cut."""
+"""`BatchTree`: one tree of a batch, the axes of its leaves, and the faults of its leaves."""
 
 from __future__ import annotations
 
@@ -18,13 +17,10 @@ from funcpipe._src.batch.registry import Rowed, with_rowed
 from funcpipe._src.core.border import LEAF, Border, given, mark_shared, sharing_memory
 from funcpipe._src.core.cache_key import border_key_or_none
 from funcpipe._src.core.tree import (
-    Path,
     Tree,
-    at,
     flatten,
     locations,
     map_leaves,
-    paths,
     refuse_hidden,
     unflatten,
 )
@@ -51,7 +47,6 @@ class BatchTree:
             tree = None  # the rows of packed tensors are not sequences, so do not check them
         self.tree = tree = _marks_at_leaves(with_rowed(tree))
         self.leaves, spec = flatten(tree if self.ready is None else None)
-        self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
         self.rows: dict[int, int] = {}  # by leaf number, the number of rows
         self.lengths: dict[int, int] = {}
@@ -68,13 +63,8 @@ class BatchTree:
             leaves, spec = flatten(piece)
             self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
             self.faults += [f"{name}[{index}] has {_NESTED}" for leaf in leaves if _is_nested(leaf)]
-            pieces.append(
-                [
-                    leaf
-                    for leaf in leaves
-                    if isinstance(leaf, Tensor) and not _is_nested(leaf) and leaf.dim()
-                ]
-            )
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            pieces.append([leaf for leaf in tensors if not _is_nested(leaf) and leaf.dim()])
         self.ready_rows: list[int | None] = [
             leaves[0].shape[0] if leaves else None for leaves in pieces
         ]
@@ -149,8 +139,7 @@ class BatchTree:
             self.rows[index] = rows
 
     def _sequence(self, index: int, leaf: Tensor, axis: int, sequence: Any) -> int | None:
-        """Return the axis along which a leaf is cut into slices; None: each slice gets the
-        whole."""
+        """Return the axis along which a leaf is cut into slices; None: slices share the leaf."""
         if sequence == "next":
             sequence = (0 if axis else 1) if leaf.dim() > 1 else None
         if sequence is None:
@@ -170,38 +159,32 @@ class BatchTree:
 
     def listed(self, rows: int | None) -> list[str]:
         """Return faults for lists with one value, or one list, per row, which would not be cut."""
-        if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
+        if rows is None or rows < 2 or self.ready is not None:
             return []
-        groups: dict[Path, list[int]] = {}
-        for number, path in enumerate(paths(self.tree)):
-            for depth in range(len(path)):
-                groups.setdefault(path[:depth], []).append(number)
+        if all(isinstance(leaf, Tensor) for leaf in self.leaves):
+            return []
+        with_rows = {id(self.leaves[number]) for number in self.rows}
+
+        def is_listed(node: Any) -> bool:
+            kind = type(node)
+            strings = kind is tuple and all(isinstance(each, (str, bytes)) for each in node)
+            if not (kind in (list, deque) or strings) or len(node) != rows:
+                return False
+            inside = flatten(node)[0]
+            return bool(inside) and not any(
+                isinstance(leaf, (Tensor, Replicate, Axis)) or id(leaf) in with_rows
+                for leaf in inside
+            )
+
         faults: list[str] = []
-        found: set[Path] = set()
-        for path in sorted(groups, key=len):  # an outer list before the lists inside
-            container, values = at(self.tree, path), [self.leaves[each] for each in groups[path]]
-            if (
-                not isinstance(container, (list, deque, tuple))
-                or len(container) != rows  # pyright: ignore[reportUnknownArgumentType]
-                or any(isinstance(value, Tensor) for value in values)
-                or any(self.marked[number] or number in self.rows for number in groups[path])
-                or any(path[:depth] in found for depth in range(len(path)))
-            ):
-                continue
-            kind = type(container)  # pyright: ignore[reportUnknownVariableType]
-            strings = kind is tuple and all(isinstance(each, (str, bytes)) for each in container)  # pyright: ignore[reportUnknownVariableType]
-            if kind in (list, deque) or strings:
-                found.add(path)
-                place = self.name + "".join(f"[{key!r}]" for key in path)
+        places = locations(self.tree, self.name, is_listed)  # an outer list, not the lists inside
+        for place, leaf in zip(places, flatten(self.tree, is_listed)[0], strict=True):
+            entry = f"one {type(leaf[0]).__name__}" if is_listed(leaf) else "one value"
+            if is_listed(leaf) or (_is_collection(leaf) and len(leaf) == rows):
                 faults.append(
-                    f"{place} is a {kind.__name__} with one {type(container[0]).__name__} "
-                    f"{_each(rows, place)}"
-                )
-        for number, leaf in enumerate(self.leaves):
-            if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
-                place = self.places[number]
-                faults.append(
-                    f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}"
+                    f"{place} is a {type(leaf).__name__} with {entry} for each of {rows} rows, "
+                    "which every microbatch would get whole: make it a tensor, cut it yourself "
+                    f"(fp.Microbatches), or share it: fp.Replicate({place})"
                 )
         return faults
 
@@ -211,33 +194,23 @@ class BatchTree:
         With slices, return one border per slice, in its own memory.
         """
         if self.ready is not None:
-            self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
-            borders = [given(tree) for tree in self.ready]
-            for border in borders:
-                border.shared = sharing_memory(border.leaves)
-            return borders
-        self.handles = _marked(self.leaves)
-        if any(isinstance(leaf, Rowed) for leaf in self.leaves):
-            return self._cut_rowed(parts)
-        columns: list[Iterable[Any]] = [
-            repeat(leaf, len(parts))
-            if axis is None
-            else leaf.detach().split_with_sizes(parts, axis)
-            for leaf, axis in zip(self.leaves, self.axes, strict=True)
-        ]
+            return self._given(self.ready)
+        columns: list[Iterable[Any]] = []
+        for index, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if axis is not None:
+                columns.append(leaf.detach().split_with_sizes(parts, axis))
+            elif isinstance(leaf, Rowed) and index in self.rows:
+                columns.append(leaf.cut(parts))
+            else:
+                columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
         if slices:
             parts = [size for size in parts for _ in slices]
-            columns = [
-                [
-                    piece
-                    for value in column
-                    for piece in (
-                        repeat(value, len(slices)) if axis is None else _slices(value, slices, axis)
-                    )
-                ]
-                for column, axis in zip(columns, self.sequences, strict=True)
-            ]
+            pairs = zip(columns, self.sequences, strict=True)
+            columns = [_sliced(values, axis, slices) for values, axis in pairs]
         rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
+        if any(isinstance(leaf, Rowed) for leaf in self.leaves):  # their pieces are trees
+            return self._given(unflatten(self.spec, row) for row in rows)
+        self.handles = _marked(self.leaves)
         flags = (False,) * len(self.leaves)
         shared = sharing_memory(self.leaves) if len(self.leaves) > 1 else ()
         out: list[Border] = []
@@ -254,21 +227,22 @@ class BatchTree:
             out.append(border)
         return out
 
-    def _cut_rowed(self, parts: Sequence[int]) -> list[Border]:
-        """Cut a tree with objects of registered classes, whose pieces are trees."""
-        columns: list[Iterable[Any]] = []
-        for index, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis is not None:
-                columns.append(leaf.detach().split_with_sizes(parts, axis))
-            elif isinstance(leaf, Rowed) and index in self.rows:
-                columns.append(leaf.cut(parts))
-            else:
-                columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
-        borders = [given(unflatten(self.spec, row)) for row in zip(*columns, strict=True)]
-        self.handles += _marked(leaf for border in borders for leaf in border.leaves)
-        for border in borders if self.has_cache_keys else ():
-            border.words = border_key_or_none(border)
+    def _given(self, trees: Iterable[Tree]) -> list[Border]:
+        """Return the borders of microbatches that are trees of their own."""
+        borders = [given(tree) for tree in trees]
+        self.handles = _marked(leaf for border in borders for leaf in border.leaves)
+        for border in borders:
+            border.shared = sharing_memory(border.leaves)
         return borders
+
+
+def _sliced(values: Iterable[Any], axis: int | None, lengths: Sequence[int]) -> Iterable[Any]:
+    """Return the slices of a leaf's microbatches: contiguous, so that stages can view them."""
+    if axis is None:
+        return [value for value in values for _ in lengths]
+    return [
+        piece.contiguous() for value in values for piece in value.split_with_sizes(lengths, axis)
+    ]
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
@@ -281,18 +255,6 @@ def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) ->
         size(leaf) * first[0] == rows * size(column[0])
         for column in columns
         for leaf, rows in zip(column, first, strict=True)
-    )
-
-
-def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:
-    """Return contiguous slices, so that stages can view them like whole microbatches."""
-    return [piece.contiguous() for piece in value.split_with_sizes(lengths, axis)]
-
-
-def _each(rows: int, place: str) -> str:
-    return (
-        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut "
-        f"it yourself (fp.Microbatches), or share it: fp.Replicate({place})"
     )
 
 
@@ -317,22 +279,16 @@ def _packed(tree: Tree, place: str) -> list[str]:
             "sequences and their lengths, and pack them in the stage; or pack each microbatch "
             "yourself: fp.Microbatches([pack_sequence(...), ...])"
         ]
+    items: Iterable[tuple[Any, Any]] = ()
     if type(tree) is dict:
-        return [
-            fault for key, inner in tree.items() for fault in _packed(inner, f"{place}[{key!r}]")
-        ]
-    if type(tree) in (list, tuple):
-        return [
-            fault
-            for number, inner in enumerate(tree)
-            for fault in _packed(inner, f"{place}[{number}]")
-        ]
-    return []
+        items = tree.items()
+    elif type(tree) in (list, tuple):
+        items = enumerate(tree)
+    return [fault for key, inner in items for fault in _packed(inner, f"{place}[{key!r}]")]
 
 
 def _is_collection(leaf: Any) -> bool:
-    """Return whether a leaf is a collection such as a range or a set. Arrays are checked
-    elsewhere."""
+    """Return whether a leaf is a collection such as a range or a set, but not an array."""
     return (
         isinstance(leaf, Collection)
         and not isinstance(leaf, (str, bytes, torch.Size))

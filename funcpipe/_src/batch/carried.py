@@ -17,8 +17,7 @@ def given_carry(
     """Return by stage the carry for each piece, of which the program reads the first slices.
 
     Args:
-        plan: the plan.
-        carry: as given to the run.
+        plan, carry: as given to the run.
         rows: the rows of each microbatch.
         here: the stages of this process.
 

@@ -38,9 +38,7 @@ _JOIN = "join"  # the rule of an output of a registered class that has a ``join`
 def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     """Join the outputs of all microbatches into one tree, each leaf by its rule.
 
-    Raises:
-        BatchError: microbatches returned trees of different structure, or leaves that the rule
-            cannot join.
+    Raises BatchError if microbatches returned different structures, or leaves misfit their rules.
     """
     faults = [
         fault
@@ -58,25 +56,21 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
                 f"outputs of {batch.named(index)} have another structure ({piece.spec}) than "
                 f"those of {batch.named(0)} ({pieces[0].spec})"
             )
-    columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
-    places = locations(pieces[0].tree(), "outputs")
-    rules = _rules(rule, pieces[0])
-    if batch.slices:
-        faults = [
-            _unjoinable(*row, batch.slices) for row in zip(places, columns, rules, strict=True)
-        ]
-        raise_all(
-            "the outputs of the slices cannot be joined:", [*filter(None, faults)], BatchError
-        )
-        columns = [_whole(*row, len(batch.slices)) for row in zip(columns, rules, strict=True)]
-    sizes = [batch.rows if isinstance(leaf_rule, int) else batch.sizes for leaf_rule in rules]
-    faults = [_misfit(*row) for row in zip(places, columns, rules, sizes, strict=True)]
-    raise_all(
-        "the outputs of the microbatches cannot be joined:", [*filter(None, faults)], BatchError
-    )
-    return unflatten(
-        pieces[0].spec, [_join(*row) for row in zip(columns, rules, sizes, strict=True)]
-    )
+    out: list[Any] = []
+    faults = []
+    columns = zip(*(piece.leaves for piece in pieces), strict=True)
+    places, rules = locations(pieces[0].tree(), "outputs"), _rules(rule, pieces[0])
+    for place, leaf_rule, values in zip(places, rules, columns, strict=True):
+        try:
+            out.append(_join(values, leaf_rule, batch))
+        except _MisfitError as misfit:
+            faults.append(f"{place} {misfit}")
+    raise_all("the outputs cannot be joined:", faults, BatchError)
+    return unflatten(pieces[0].spec, out)
+
+
+class _MisfitError(Exception):
+    """The values of an output leaf cannot be joined by their rule. The message says why."""
 
 
 def _with_rowed(piece: Border) -> Border:
@@ -88,115 +82,96 @@ def _with_rowed(piece: Border) -> Border:
     return piece if wrapped is tree else given(wrapped)
 
 
-def _along(rule: int, dims: int) -> int:
-    """Return the sequence axis of a leaf: the first axis other than its rows'."""
-    return 0 if rule % dims else 1
-
-
-def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Sequence[int]) -> str:
-    """Return why a leaf's slices cannot be joined along its sequence, or ""."""
-    if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
-        return ""
-    shapes = [tuple(value.shape) for value in values]
-    axis = _along(rule, max(1, values[0].dim()))
-    fits = all(
-        len(shape) > 1
-        and -len(shape) <= rule < len(shape)
-        and shape[_along(rule, len(shape))] == length
-        for shape, length in zip(shapes, cycle(lengths), strict=False)
-    )
-    count = len(lengths)
-    for at in range(0, len(values) if fits else 0, count):
-        rest = {
-            (value.dtype, *value.shape[:axis], *value.shape[axis + 1 :])
-            for value in values[at : at + count]
-        }
-        if len(rest) > 1:
-            return (
-                f"{place} cannot be joined over slices of shapes {shapes}; merge='each' returns "
-                "them separately"
-            )
-    if fits:
-        return ""
-    return (
-        f"{place} has shapes {shapes}, and no axis besides {rule} with the lengths of the slices "
-        f"({', '.join(map(str, lengths))}); give make_plan(..., merge=) 'mean', 'sum' or 'each', "
-        "for all leaves or as a tree"
-    )
-
-
-def _whole(values: Sequence[Any], rule: MergeRule, count: int) -> list[Any]:
-    """Join the slices of each microbatch if the rule is an axis, else return the values."""
-    if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
-        return list(values)
-    axis = _along(rule, values[0].dim())
-    return [torch.cat(list(values[at : at + count]), axis) for at in range(0, len(values), count)]
-
-
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
     """Return the rule of each output leaf. Raises BatchError if the tree of rules does not fit."""
     try:
         rules: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
-    return [
-        (_JOIN if isinstance(leaf, Rowed) and leaf.rule.join else "each")
-        if leaf_rule is None and (not isinstance(leaf, Tensor) or not leaf.dim())
-        else 0
-        if leaf_rule is None
-        else leaf_rule
-        for leaf_rule, leaf in zip(rules, piece.leaves, strict=True)
-    ]
+    pairs = zip(rules, piece.leaves, strict=True)
+    return [_default_rule(leaf) if leaf_rule is None else leaf_rule for leaf_rule, leaf in pairs]
 
 
-def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> str:
-    """Return why a leaf's values cannot be joined by their rule, or ""."""
+def _default_rule(leaf: Any) -> MergeRule:
+    if isinstance(leaf, Tensor) and leaf.dim():
+        return 0
+    return _JOIN if isinstance(leaf, Rowed) and leaf.rule.join else "each"
+
+
+def _join(values: Sequence[Any], rule: MergeRule, batch: Batch) -> Any:
+    """Join the values of a leaf, one for each piece of the batch. Raises _MisfitError."""
     if rule == "each" or not all(isinstance(value, Tensor) for value in values):
-        return (
-            ""
-            if rule in ("each", 0, _JOIN)
-            else f"{place} is not a tensor in every microbatch; give it the rule 'each'"
-        )
+        if rule not in ("each", 0, _JOIN):
+            raise _MisfitError("is not a tensor in every microbatch; give it the rule 'each'")
+        return _without_rows(values, rule)
+    if isinstance(rule, int):
+        return _along_axis(values, rule, batch)
     shapes = [tuple(value.shape) for value in values]
-    if isinstance(rule, str):
-        same = len({*shapes}) == 1 and values[0].is_floating_point() | values[0].is_complex() | (
-            rule == "sum"
-        )
-        return (
-            ""
-            if same
-            else f"{place} has shapes {shapes} and type {values[0].dtype}, which have no {rule}"
-        )
-    assert rule is not None
-    if not all(-len(shape) <= rule < len(shape) for shape in shapes):
-        return f"{place} has shapes {shapes} and no axis {rule}"
-    if [shape[rule] for shape in shapes] != list(rows):
-        return (
-            f"{place} has shapes {shapes}, but axis {rule} does not have the rows of the "
-            f"microbatches ({', '.join(map(str, rows))}); give make_plan(..., merge=) another "
-            "axis, 'mean', 'sum' or 'each', for all leaves or as a tree"
-        )
-    other_axes = {
-        (*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes
-    }
-    if len(other_axes) > 1 or len({value.dtype for value in values}) > 1:
-        return (
-            f"{place} cannot be joined over microbatches of shapes {shapes}; merge='each' returns "
-            "them separately"
-        )
-    return ""
+    has_mean = values[0].is_floating_point() or values[0].is_complex()
+    if len({*shapes}) > 1 or not (has_mean or rule == "sum"):
+        raise _MisfitError(f"has shapes {shapes} and type {values[0].dtype}, which have no {rule}")
+    if rule == "mean":
+        total = sum(batch.sizes)
+        values = [value * (size / total) for value, size in zip(values, batch.sizes, strict=True)]
+    return reduce(add, values) if len(values) > 1 else caller_copy(values[0])
 
 
-def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
-    if all(isinstance(value, Tensor) for value in values) and rule != "each":
-        # A single value is copied, too: the caller may write into it while a residual uses it.
-        if isinstance(rule, int):
-            return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
-        if rule == "mean":
-            return reduce(
-                add, (value * (size / sum(rows)) for value, size in zip(values, rows, strict=True))
+def _along_axis(values: Sequence[Tensor], axis: int, batch: Batch) -> Tensor:
+    """Join slices along their sequence, then microbatches along the axis of their rows."""
+    if count := len(batch.slices):
+        shapes = [tuple(value.shape) for value in values]
+        fits = all(
+            len(shape) > 1
+            and -len(shape) <= axis < len(shape)
+            and shape[_sequence_axis(axis, len(shape))] == length
+            for shape, length in zip(shapes, cycle(batch.slices), strict=False)
+        )
+        if not fits:
+            raise _MisfitError(
+                f"has shapes {shapes}, and no axis besides {axis} with the lengths of the slices "
+                f"({', '.join(map(str, batch.slices))}); give make_plan(..., merge=) 'mean', 'sum' "
+                "or 'each', for all leaves or as a tree"
             )
-        return reduce(add, values) if len(values) > 1 else caller_copy(values[0])
+        sequence = _sequence_axis(axis, values[0].dim())
+        values = [
+            _concatenate(values[first : first + count], sequence, "slices")
+            for first in range(0, len(values), count)
+        ]
+    shapes = [tuple(value.shape) for value in values]
+    if not all(-len(shape) <= axis < len(shape) for shape in shapes):
+        raise _MisfitError(f"has shapes {shapes} and no axis {axis}")
+    if [shape[axis] for shape in shapes] != [*batch.rows]:
+        raise _MisfitError(
+            f"has shapes {shapes}, but axis {axis} does not have the rows of the microbatches "
+            f"({', '.join(map(str, batch.rows))}); give make_plan(..., merge=) another axis, "
+            "'mean', 'sum' or 'each', for all leaves or as a tree"
+        )
+    return _concatenate(values, axis, "microbatches")
+
+
+def _sequence_axis(rows: int, dims: int) -> int:
+    """Return the sequence axis of a leaf: the first axis other than its rows'."""
+    return 0 if rows % dims else 1
+
+
+def _concatenate(values: Sequence[Tensor], axis: int, pieces: str) -> Tensor:
+    kinds: set[Any] = set()
+    for value in values:
+        others = [*value.shape]
+        del others[axis]
+        kinds.add((value.dtype, *others))
+    if len(kinds) > 1:
+        shapes = [tuple(value.shape) for value in values]
+        raise _MisfitError(
+            f"cannot be joined over {pieces} of shapes {shapes}; merge='each' returns them "
+            "separately"
+        )
+    # A single value is copied, too: the caller may write into it while a residual uses it.
+    return torch.cat([*values], axis) if len(values) > 1 else caller_copy(values[0])
+
+
+def _without_rows(values: Sequence[Any], rule: MergeRule) -> Any:
+    """Return values that are not concatenated or summed, once if they are all equal."""
     if rule == _JOIN and values[0].rule.join:
         return values[0].rule.join([value.value for value in values])
     values = [value.value if isinstance(value, Rowed) else value for value in values]
@@ -234,26 +209,28 @@ class OutputJoin:
     def cut(self, cotangents: Tree) -> list[Border]:
         """Return one border of cotangents per microbatch.
 
-        Raises:
-            BatchError: the cotangents differ from the outputs in structure, or a leaf differs in
-                shape or dtype. The message lists all faults.
+        Raises BatchError if structure, shapes or types differ from the outputs.
         """
-        count = len(self.rows)
         if self.joins_objects:
             raise BatchError(
                 "a pullback cannot cut the cotangents of objects that fp.batches.register joins; "
                 "let the last stage return tensors"
             )
-        if not self.merged:
-            return self._cut_ready(cotangents)
+        faults: list[str] = []
+        rows = (self._cut_merged if self.merged else self._cut_ready)(cotangents, faults)
+        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
+        return [_border(row) for row in rows]
+
+    def _cut_merged(self, cotangents: Tree, faults: list[str]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the cotangents of each microbatch, for joined outputs. Append faults."""
+        count = len(self.rows)
         leaves, spec = flatten(cotangents)
         if spec != self.spec:
             raise BatchError(
                 f"cotangents have the structure {spec}, but the outputs have {self.spec}; give a "
                 "tensor for each output leaf, or None for no gradient"
             )
-        faults: list[str] = []
-        columns: list[list[Tensor | None]] = []
+        columns: list[Sequence[Tensor | None]] = []
         for number, (place, leaf) in enumerate(zip(self.places, leaves, strict=True)):
             shapes = [row[number] for row in self.shapes]
             if leaf is None:
@@ -265,16 +242,17 @@ class OutputJoin:
             elif isinstance(leaf, Microbatches) and len(leaf) == count:
                 for m, cotangent in enumerate(leaf):
                     faults += _fault(f"{place}[{m}]", cotangent, shapes[m])
-                columns.append(list(leaf))
+                columns.append(leaf)
             else:
                 faults.append(
                     f"{place} belongs to an output that comes as Microbatches; give "
                     f"fp.Microbatches of {count} cotangents, or None"
                 )
-        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
-        return [_border([column[m] for column in columns]) for m in range(count)]
+        return [] if faults else [[column[m] for column in columns] for m in range(count)]
 
-    def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
+    def _spread(
+        self, place: str, leaf: Any, number: int, faults: list[str]
+    ) -> Sequence[Tensor | None]:
         """Cut the cotangent of a joined output, one for each microbatch. Append faults."""
         rule, first = self.rules[number], self.shapes[0][number]
         assert first is not None
@@ -286,11 +264,11 @@ class OutputJoin:
         if wrong:
             return []
         if isinstance(rule, int):
-            return list(leaf.split(self.rows, rule))
+            return leaf.split(self.rows, rule)
         return [leaf * (size / sum(self.rows)) if rule == "mean" else leaf for size in self.rows]
 
-    def _cut_ready(self, cotangents: Tree) -> list[Border]:
-        """Check the cotangents of outputs that were not merged."""
+    def _cut_ready(self, cotangents: Tree, faults: list[str]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the cotangents of each microbatch, for unmerged outputs. Append faults."""
         count = len(self.rows)
         if not isinstance(cotangents, Microbatches) or len(cotangents) != count:
             raise BatchError(
@@ -298,17 +276,13 @@ class OutputJoin:
                 f"got a {type(cotangents).__name__}"
             )
         trees = [flatten(tree)[0] for tree in cotangents]
-        faults = [
-            f"microbatch {m} has {len(tree)} leaves, its outputs {len(row)}"
-            for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True))
-            if len(tree) != len(row)
-        ]
-        if not faults:
-            for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)):
-                for number, (leaf, shape) in enumerate(zip(tree, row, strict=True)):
-                    faults += _fault(f"leaf {number} of microbatch {m}", leaf, shape)
-        raise_all("these cotangents do not fit the outputs:", faults, BatchError)
-        return [_border(tree) for tree in trees]
+        for m, (tree, row) in enumerate(zip(trees, self.shapes, strict=True)):
+            if len(tree) != len(row):
+                faults.append(f"microbatch {m} has {len(tree)} leaves, its outputs {len(row)}")
+                continue
+            for number, (leaf, shape) in enumerate(zip(tree, row, strict=True)):
+                faults += _fault(f"leaf {number} of microbatch {m}", leaf, shape)
+        return trees
 
 
 def _shape(leaf: Any) -> _Shape | None:
@@ -319,12 +293,8 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
     if leaf is None:
         return []
     if shape is None:
-        return [
-            (
-                f"{place} belongs to an output that has no gradient (it is not a floating-point "
-                "tensor); give None"
-            )
-        ]
+        why = "(it is not a floating-point tensor); give None"
+        return [f"{place} belongs to an output that has no gradient {why}"]
     if not isinstance(leaf, Tensor):
         return [f"{place} is a {type(leaf).__name__}; give a tensor of {shape}, or None"]
     got = _Shape(tuple(leaf.shape), leaf.dtype)

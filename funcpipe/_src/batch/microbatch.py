@@ -69,13 +69,11 @@ def sizes(rows: int, count: int) -> list[int]:
 def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
     """Return the lengths of the slices of a sequence, () for one slice.
 
-    Lengths are proportional to ``shares``, or equal without shares.
+    Lengths are proportional to ``shares``, or equal without shares. Raises BatchError if no leaf
+    has a sequence, or if the sequence is too short.
 
     >>> slice_lengths(10, 4), slice_lengths(8, 2, (3, 1)), slice_lengths(8, 1)
     ((3, 3, 2, 2), (6, 2), ())
-
-    Raises:
-        BatchError: no leaf has a sequence, or the sequence is too short.
     """
     if count == 1:
         return ()
@@ -94,16 +92,13 @@ def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) 
 
 
 def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple[int, ...]:
-    """Return the rows of each microbatch of a batch.
+    """Return the rows of each microbatch of a batch. Raises BatchError if numbers of rows differ.
 
     Args:
         rows: the rows of the leaves. None: no leaf has rows.
         ready: the rows of each ready-made microbatch. 0: the microbatch is metadata without rows,
             so the other leaves decide. None: there are no ready-made microbatches.
         limit: the plan's number of microbatches.
-
-    Raises:
-        BatchError: the leaves and the ready-made microbatches have different numbers of rows.
     """
     if ready is None:
         return tuple(sizes(rows, limit) if rows is not None else [1] * limit)
@@ -198,21 +193,18 @@ def look(
         # The loss is a mean over the target, so use the rows of the target before those of inputs.
         order = sorted(trees.values(), key=lambda tree: tree.name != "target")
         source = next((tree for tree in order if any(tree.ready_rows)), None)
-        made = (
-            tuple([size or 0 for size in source.ready_rows])
-            if source
-            else (0,) * max(ready.values())
-        )
-        of_target = source is not None and source.name == "target"
-        unclear = source is not None and not (
-            source.sizes_agree if of_target else source.rows_agree
-        )
-        if source is not None and not source.rows_agree and rows is not None:
-            raise BatchError(
-                f"the leaves of {source.name}, ready-made microbatches, have different numbers of "
-                "rows, so it is not known how to cut the other leaves of the batch; cut them, "
-                "too: fp.Microbatches([...])"
-            )
+        if source is None:
+            made = (0,) * max(ready.values())
+        else:
+            made = tuple([size or 0 for size in source.ready_rows])
+            of_target = source.name == "target"
+            unclear = not (source.sizes_agree if of_target else source.rows_agree)
+            if not source.rows_agree and rows is not None:
+                raise BatchError(
+                    f"the leaves of {source.name}, ready-made microbatches, have different numbers "
+                    "of rows, so it is not known how to cut the other leaves of the batch; cut "
+                    "them, too: fp.Microbatches([...])"
+                )
     lengths = (
         slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -102,15 +103,7 @@ class Rowed:
 
     def rows(self, place: str) -> int | None:
         """Return the number of rows. Raises BatchError if the registered function fails."""
-        try:
-            count = self.rule.rows(self.value)
-        except BatchError:
-            raise
-        except Exception as error:
-            raise BatchError(
-                f"rows= of {type(self.value).__name__}, registered by fp.batches.register, failed "
-                f"for {place}: {type(error).__name__}: {error}"
-            ) from error
+        count = self._call("rows", place, self.rule.rows)
         if count is not None and (type(count) is not int or count < 0):
             raise BatchError(
                 f"rows= of {type(self.value).__name__} must return a number of rows or None; got "
@@ -124,21 +117,22 @@ class Rowed:
         return self.rule.lengths is not None and len({*self.rule.lengths(self.value)}) > 1
 
     def cut(self, sizes: Sequence[int]) -> list[Tree]:
-        """Return the value of each microbatch. Raises BatchError if the registered function
-        fails."""
-        out: list[Tree] = []
-        start = 0
-        for size in sizes:
-            try:
-                out.append(self.rule.cut(self.value, start, start + size))
-            except Exception as error:
-                raise BatchError(
-                    f"cut= of {type(self.value).__name__}, registered by fp.batches.register, "
-                    f"failed for the rows {start} to {start + size}: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-            start += size
-        return out
+        """Return the value of each microbatch. Raises BatchError if the function fails."""
+        return [
+            self._call("cut", f"the rows {start} to {stop}", self.rule.cut, start, stop)
+            for start, stop in pairwise(accumulate(sizes, initial=0))
+        ]
+
+    def _call(self, word: str, place: str, function: Callable[..., Any], *rows: int) -> Any:
+        try:
+            return function(self.value, *rows)
+        except BatchError:
+            raise
+        except Exception as error:
+            raise BatchError(
+                f"{word}= of {type(self.value).__name__}, registered by fp.batches.register, "
+                f"failed for {place}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def with_rowed(tree: Tree) -> Tree:

@@ -37,10 +37,7 @@ def shares_of(
     """Compute the shares of microbatches with these rows and weights; without weights, rows count.
 
     The shares cover all replicas; ``first`` is the index of this replica's first microbatch. See
-    `Shares` for ``rows_unclear`` and ``rows_uneven``.
-
-    Raises:
-        BatchError: all weights are 0.
+    `Shares` for ``rows_unclear`` and ``rows_uneven``. Raises BatchError if all weights are 0.
     """
     counts = tuple([1.0 if plan.counts.alike else float(size) for size in rows])
     scale, summed = float(loss_scale), plan.counts.summed
@@ -107,8 +104,7 @@ def _word(plan: Plan) -> str:
 def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
     """Return the weight of each microbatch, by the plan's ``weight`` or its loss; None: rows.
 
-    Raises:
-        BatchError: a weight is not a finite number from 0.
+    Raises BatchError if a weight is not a finite number from 0.
     """
     weight, word = plan.weight, _word(plan)
     weigh = plan.counts.weigh if weight is None else lambda _, target: weight(target)

@@ -179,8 +179,7 @@ _strided = torch.strided  # looked up once: `dense` compares it for every tensor
 
 
 def fills(tensor: Tensor) -> bool:
-    """Return whether a strided tensor fills its memory without gaps and overlap, in any axis
-    order."""
+    """Return whether a strided tensor fills its memory without gaps, with axes in any order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
@@ -211,8 +210,7 @@ def mark_shared(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def caller_copy(tensor: Tensor) -> Tensor:
-    """Return a detached copy of a tensor from or for the caller: copy-on-write on the CPU, else at
-    once."""
+    """Return a detached copy of a tensor from or for the caller, as `cow_clone` makes it."""
     return cow_clone(tensor.detach())
 
 

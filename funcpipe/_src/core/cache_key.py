@@ -19,8 +19,7 @@ from funcpipe._src.core.plain_tensors import is_plain
 def leaf_key(leaf: Any) -> Hashable:
     """Return the key of a leaf: shape, strides, type and device of a tensor, else its value.
 
-    Raises:
-        TraceError: the value cannot be hashed, or the tensor is not plain.
+    Raises TraceError if the value cannot be hashed, or the tensor is not plain.
     """
     if isinstance(leaf, Tensor):
         if not (is_plain(leaf) or leaf.is_meta):
@@ -41,11 +40,7 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def border_key(border: Border) -> Hashable:
-    """Return the key of a border: structure, flags and leaves. Computed once per border.
-
-    Raises:
-        TraceError: see `leaf_key`.
-    """
+    """Return the key of a border, computed once per border. Raises TraceError as `leaf_key`."""
     if border.words is None:
         border.words = (border.spec, tuple(border.flags), *map(leaf_key, border.leaves))
     return border.words

@@ -6,6 +6,7 @@ import dis
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -29,9 +30,8 @@ def captured_values(fn: Any) -> dict[str, Any]:
             values[name] = cell.cell_contents
         except ValueError:  # the enclosing function assigns it later
             continue
-    return values | {
-        name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__
-    }
+    names = _names(fn.__code__, "LOAD_GLOBAL")
+    return values | {name: fn.__globals__[name] for name in names if name in fn.__globals__}
 
 
 def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
@@ -113,16 +113,12 @@ def is_foreign(value: Any) -> bool:
 
 
 def _attributes(code: CodeType) -> set[str]:
-    """Return the names of the attributes that code reads, also in inner functions."""
-    found = {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-    }
-    if "getattr" in code.co_names:
-        found |= {constant for constant in code.co_consts if isinstance(constant, str)}
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found.union(*map(_attributes, inner))
+    """Return the names of the attributes that code reads."""
+    found = {*_names(code, "LOAD_ATTR", "LOAD_METHOD")}
+    for each in _codes(code):
+        if "getattr" in each.co_names:
+            found |= {constant for constant in each.co_consts if isinstance(constant, str)}
+    return found
 
 
 def _lends(value: Any) -> bool:
@@ -131,15 +127,18 @@ def _lends(value: Any) -> bool:
     )
 
 
-def _globals(code: CodeType) -> Iterator[str]:
-    yield from (
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "LOAD_GLOBAL"
-    )
+def _names(code: CodeType, *operations: str) -> list[str]:
+    """Return the arguments of some bytecode operations, in order."""
+    steps = chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return [step.argval for step in steps if step.opname in operations]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of its inner functions."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _globals(constant)
+            yield from _codes(constant)
 
 
 def _same(a: Any, b: Any) -> bool:

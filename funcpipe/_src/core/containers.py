@@ -21,8 +21,7 @@ from funcpipe._src.core.errors import native
 from funcpipe._src.core.torch_names import pytree
 
 FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-"""(flatten, unflatten): flatten returns (children, structure, entries), unflatten takes (structure,
-children)."""
+"""(container) -> (children, structure, entries), and (structure, children) -> container."""
 
 _OF_ALL_ROWS = ("_encodings", "_n_sequences")
 """Attributes of transformers' BatchEncoding for the whole batch. A microbatch gets None instead."""
@@ -45,8 +44,7 @@ def flatten_fns_of(leaf: Any) -> FlattenFns | None:
 
 
 def unflatten_fn_of(kind: type) -> Callable[[Any, Any], Any] | None:
-    """Return the unflatten function of a class that no tree contained yet; None for leaf
-    classes."""
+    """Return the unflatten function of a class that no tree contained yet; None for leaves."""
     if issubclass(kind, (dict, UserDict)):
         return _mapping(kind)[1]
     return _record(kind)[1] if _may_be_record(kind) else None

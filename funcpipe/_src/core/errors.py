@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from types import TracebackType
+from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -72,8 +72,7 @@ class PlacementError(FuncpipeError, ValueError):
 
 
 class CheckpointError(FuncpipeError, ValueError):
-    """A checkpoint is missing, incomplete or damaged, or does not fit the model or the
-    optimizer."""
+    """A checkpoint is missing or damaged, or does not fit the model or the optimizer."""
 
 
 class DrawError(FuncpipeError, RuntimeError):
@@ -191,8 +190,7 @@ class PeerError(FuncpipeError, ConnectionError):
 
 
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
-    """Write one message for many faults: a title, then one line per fault, at most ``most``
-    lines."""
+    """Write one message for many faults: a title, then at most ``most`` lines of faults."""
     lines = list(faults)
     if most is not None and len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more"]
@@ -252,8 +250,7 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def at_batch(error: BaseException, where: Where) -> BaseException:
-    """Attach the number of an overlap's batch to an error, and keep the coordinates of an inner
-    run."""
+    """Attach the number of an overlap's batch to an error; coordinates of an inner run stay."""
     inner: Where | None = error.__dict__.get("funcpipe")
     _attach(error, where)
     if inner is not None and inner.batch is None:
@@ -299,14 +296,8 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
 
     def reduce(self: Exception) -> Any:
         # Pickle cannot find a class made at run time, so it gets a plain StageError instead.
-        return (
-            _plain,
-            (
-                f"{kind.__name__}: {self}",
-                self.__dict__.get("funcpipe"),
-                self.__dict__.get("__notes__", []),
-            ),
-        )
+        where, notes = self.__dict__.get("funcpipe"), self.__dict__.get("__notes__", [])
+        return _plain, (f"{kind.__name__}: {self}", where, notes)
 
     body = {
         "__module__": kind.__module__,
@@ -332,8 +323,7 @@ def _plain(message: str, where: Where, notes: list[str]) -> StageError:
 
 
 def _blank(kind: type[StageError], source: Exception) -> StageError:
-    """Return an instance of ``kind`` with the fields of ``source``, without the user's
-    ``__init__``."""
+    """Make a ``kind`` with the fields of ``source``, without the user's ``__init__``."""
     try:
         new = kind.__new__(kind, *source.args)
     except TypeError:  # MemoryError.__new__ fails if MemoryError is not the first base
@@ -366,8 +356,6 @@ def _members(kind: type) -> Iterable[str]:
         if base is BaseException or base is object:
             return
         for name, value in vars(base).items():
-            if type(value).__name__ in (
-                "member_descriptor",
-                "getset_descriptor",
-            ) and not name.startswith("__"):
+            is_field = isinstance(value, (MemberDescriptorType, GetSetDescriptorType))
+            if is_field and not name.startswith("__"):
                 yield name

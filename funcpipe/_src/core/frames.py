@@ -33,8 +33,7 @@ def _region_codes() -> frozenset[CodeType]:
 
 
 REGIONS = _region_codes()
-"""The code objects of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)``
-returns."""
+"""The code objects of ``checkpoint(function, ...)`` and of ``checkpoint(...)(function)``."""
 
 
 def frames() -> Iterator[FrameType]:

@@ -22,14 +22,8 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
     Skips the nodes in ``visited``, and adds the yielded nodes to it.
     """
     seen: set[Any] = set() if visited is None else visited
-    todo: list[Any] = [
-        root.node
-        if isinstance(root, GradientEdge)
-        else root.grad_fn
-        if isinstance(root, Tensor)
-        else root
-        for root in roots
-    ]
+    todo: list[Any] = [root.node if isinstance(root, GradientEdge) else root for root in roots]
+    todo = [root.grad_fn if isinstance(root, Tensor) else root for root in todo]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

@@ -19,19 +19,9 @@ from torch import Tensor, nn
 from funcpipe._src.core.containers import Attribute
 from funcpipe._src.core.torch_names import FakeTensor
 
-_PLAIN: frozenset[type] = frozenset(
-    {
-        *(bool, int, float, complex, str, bytes, type(None), range, slice, type, Attribute),
-        *(
-            torch.Size,
-            torch.Generator,
-            torch.dtype,
-            torch.device,
-            torch.layout,
-            torch.memory_format,
-        ),
-    }
-)
+_PYTHON = {bool, int, float, complex, str, bytes, type(None), range, slice, type, Attribute}
+_TORCH = {torch.Size, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format}
+_PLAIN: frozenset[type] = frozenset(_PYTHON | _TORCH)
 ATOMS: frozenset[type] = _PLAIN | {Tensor, nn.Parameter, FakeTensor}
 """Types of leaves that hide no tensors."""
 
@@ -42,8 +32,7 @@ _ELSEWHERE = (type, ModuleType, Enum, CodeType, FrameType, TracebackType, loggin
 records that their handlers keep."""
 
 _ENOUGH = 10_000
-"""The most objects to look into, the nearest first, so that a huge leaf (an index, a trie) does not
-slow a run."""
+"""The most objects to look into, so that a huge leaf (an index, a trie) does not slow a run."""
 
 
 def fault_of(leaf: Any) -> str:
@@ -72,15 +61,9 @@ def built_in_the_stage(value: Any) -> str:
 
     An example is the mask function of an attention.
     """
-    functions = [inner for inner in _held(value) if isinstance(inner, FunctionType)]
-    functions += [
-        inner
-        for held in _held(value)
-        if type(held) in _CONTAINERS
-        for inner in _held(held)
-        if isinstance(inner, FunctionType)
-    ]
-    if not any(hides_tensors((function,)) for function in functions):
+    held = _held(value)
+    held += [inner for each in held if type(each) in _CONTAINERS for inner in _held(each)]
+    if not any(isinstance(each, FunctionType) and hides_tensors((each,)) for each in held):
         return ""
     name = type(value).__name__
     return (

@@ -16,27 +16,16 @@ log = logging.getLogger("funcpipe")  # the logger of the package
 log.addHandler(logging.NullHandler())
 
 
-def _nothing_yet(subject: object) -> set[Any]:
-    return set()
-
-
-_said = Remembered(_nothing_yet)
+_said: Remembered[object, set[Any]] = Remembered(lambda _: set())
 
 
 def decided(subject: object, message: str, *arguments: object) -> None:
     """Log a decision about an object: at INFO if it is new, at DEBUG if it is repeated.
 
-    Args:
-        subject: the object. Compared by identity, and referenced weakly.
-        message: the message, with ``%s`` for each argument. Formatted only if a handler needs it.
-        arguments: the arguments; hashable.
+    Objects are compared by identity. The message is formatted only if a handler needs it.
     """
     if log.isEnabledFor(logging.INFO):
         said = _said(subject)
-        log.log(
-            logging.DEBUG if (message, arguments) in said else logging.INFO,
-            message,
-            *arguments,
-            stacklevel=2,
-        )
+        level = logging.DEBUG if (message, arguments) in said else logging.INFO
+        log.log(level, message, *arguments, stacklevel=2)
         said.add((message, arguments))

@@ -49,8 +49,7 @@ def picture(thing: object) -> str:
 
 
 def shown(method: Callable[[T], str]) -> Callable[[T], str | None]:
-    """Decorate a ``_repr_html_`` to return None instead of raising. A notebook then uses
-    ``repr``."""
+    """Decorate a ``_repr_html_`` to return None, for a ``repr``, instead of raising."""
 
     @wraps(method)
     def html(self: T) -> str | None:

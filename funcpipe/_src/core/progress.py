@@ -9,11 +9,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from funcpipe._src.core.errors import PlanError
 
@@ -104,26 +104,24 @@ class Teller:
         self.on = tell is not None
         self.total = total
         self.look: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-        self._call = call
         self._to = tell
-        self._unit = unit
-        self._limit = None if limit == inf else limit
-        self._phase, self._done = "begins", 0
+        limited = None if limit == inf else limit
+        self._report = CallProgress(call, "begins", 0, total, unit, 0.0, limited)
         self._began = self._last = perf_counter()
 
     def phase(self, name: str, done: int | None = None) -> None:
         """Begin a phase, and report it if it is new."""
-        if self._to is None or (name == self._phase and done is None):
+        if self._to is None or (name == self._report.phase and done is None):
             return
-        self._phase, self._done = name, self._done if done is None else done
+        done = self._report.done if done is None else done
+        self._report = self._report._replace(phase=name, done=done)
         self._tell(perf_counter())
 
     def to(self, done: int) -> None:
         """Set the number of finished units, and report it unless the last report is recent."""
-        if self._to is None:
-            return
-        self._done = done
-        self.again()
+        if self._to is not None:
+            self._report = self._report._replace(done=done)
+            self.again()
 
     def again(self) -> None:
         """Report the elapsed time, unless the last report is recent."""
@@ -132,16 +130,9 @@ class Teller:
 
     def _tell(self, now: float) -> None:
         assert self._to is not None
-        row = (
-            self._call,
-            self._phase,
-            self._done,
-            self.total,
-            self._unit,
-            now - self._began,
-            self._limit,
-        )
-        self._to(CallProgress(*row, *self.look()))
+        best, gap = self.look()
+        seconds = now - self._began
+        self._to(self._report._replace(total=self.total, seconds=seconds, best=best, gap=gap))
         self._last = perf_counter()  # read again, so that a slow listener does not slow the call
 
 
@@ -166,35 +157,17 @@ def telling(
             f"progress must be a function, True or False; got {progress!r}; progress=True shows a "
             "bar, progress=print prints each report"
         )
-    if isinstance(progress, bool):
-        shown = display() if progress else None
-        tell: Callable[[CallProgress], object] | None = None if shown is None else shown.show
-    else:
-        shown, tell = None, progress
-    try:
+    with ExitStack() as stack:
+        tell = None if isinstance(progress, bool) else progress
+        if progress is True:
+            tell = stack.enter_context(closing(display())).show
         told = Teller(call, tell, unit=unit, total=total, limit=limit)
         yield told
         told.phase("done")
-    finally:
-        if shown is not None:
-            shown.close()
 
 
-class Display(Protocol):
-    """An object that shows progress."""
-
-    def show(self, progress: CallProgress) -> None:
-        """Show a report in place of the last one."""
-        ...
-
-    def close(self) -> None:
-        """Restore the terminal."""
-        ...
-
-
-def display(file: TextIO | None = None) -> Display:
-    """Choose a display for stderr or another file: rich's bar, an overwritten line, or several
-    lines."""
+def display(file: TextIO | None = None) -> _RichBar | _TextDisplay:
+    """Choose a display for a file (stderr): rich's bar, an overwritten line, or several lines."""
     out: TextIO = file or sys.stderr
     terminal = out.isatty() and os.environ.get("TERM") != "dumb"
     if terminal:

@@ -11,8 +11,7 @@ V = TypeVar("V")
 
 
 def declared_fields(self: Any) -> dict[str, Any]:
-    """Return the state of a dataclass for pickle and copy: its fields, without cached
-    properties."""
+    """Return the state of a dataclass for pickle and copy, without cached properties."""
     return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
 
@@ -31,24 +30,13 @@ class Remembered(Generic[T, V]):
 
     def __init__(self, work_out: Callable[[T], V]) -> None:
         self._work_out = work_out
-        self._found: dict[int, tuple[weakref.ref[Any], V]] = {}
+        self._found: dict[int, V] = {}
 
     def __call__(self, subject: T) -> V:
         """Return the value for an object, computed at the first call."""
-        entry = self._found.get(id(subject))
-        if entry is None or entry[0]() is not subject:
-            entry = self._found[id(subject)] = (
-                weakref.ref(subject, self._forget(id(subject))),
-                self._work_out(subject),
-            )
-        return entry[1]
-
-    def _forget(self, key: int) -> Callable[[weakref.ref[Any]], None]:
-        """Return a callback that drops the value when its object is freed."""
-
-        def forget(ended: weakref.ref[Any]) -> None:
-            # A new object may have the id of the freed one by now; its value must stay.
-            if key in self._found and self._found[key][0] is ended:
-                del self._found[key]
-
-        return forget
+        key = id(subject)
+        if key not in self._found:
+            # The value goes when its object ends, before a new object can get the id.
+            self._found[key] = self._work_out(subject)
+            weakref.finalize(subject, self._found.pop, key, None).atexit = False
+        return self._found[key]

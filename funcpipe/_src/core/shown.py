@@ -78,11 +78,9 @@ def _bytes_of(tensor: Tensor) -> int:
 def amount_of(tree: Tree) -> str:
     """Say the number of distinct tensors in a tree, and their bytes; "" for none."""
     tensors = {id(leaf): leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}.values()
-    return (
-        f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}"
-        if tensors
-        else ""
-    )
+    if not tensors:
+        return ""
+    return f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}"
 
 
 def shapes_of(tree: Tree) -> str:

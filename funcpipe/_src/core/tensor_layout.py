@@ -1,9 +1,11 @@
-"""The layout of a dense tensor, with which another process can receive its numbers."""
+"""The layout of a tensor, to make a tensor like it without its numbers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -22,10 +24,22 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """Return the layout of a contiguous tensor with the size and type of a tensor."""
-        return cls(
-            tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), tensor.dtype
+        """Return the layout of a tensor; for a tensor that is not strided, of a contiguous one."""
+        if tensor.layout is torch.strided:
+            return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return cls.contiguous(tensor.shape, tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, size: Sequence[int], dtype: torch.dtype) -> TensorLayout:
+        """Return the layout of a contiguous tensor."""
+        steps = accumulate(
+            reversed(size[1:]), lambda step, length: step * max(1, length), initial=1
         )
+        return cls(tuple(size), tuple(steps)[::-1] if size else (), dtype)
+
+    def on(self, device: str | torch.device) -> Tensor:
+        """Make a tensor with this layout and arbitrary numbers."""
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device)
 
     def view_of(self, data: Tensor) -> Tensor:
         """Return the tensor with these bytes, [nbytes] uint8, as memory.
@@ -54,9 +68,7 @@ class TensorLayout(NamedTuple):
             raise PlanError(
                 f"what came from another process is damaged: a tensor of {self.nbytes} bytes"
             )
-        return torch.empty_strided(
-            self.size, self.strides, dtype=self.dtype, device=device or "cpu"
-        )
+        return self.on(device or "cpu")
 
 
 @lru_cache(1)

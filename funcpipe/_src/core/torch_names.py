@@ -43,24 +43,21 @@ data_address: Callable[[Tensor], int] = private(
     instead=Tensor.data_ptr,
     lost="memory shared copy-on-write is copied at the first look",
 )
-"""The address of a tensor's memory; ``data_ptr`` would end copy-on-write sharing. Without it:
-``data_ptr``."""
+"""The address of a tensor's memory. Without it: ``data_ptr``, which ends copy-on-write sharing."""
 
 is_shared_lazily: Callable[[Tensor], bool] = private(
     "torch._C._is_cow_tensor",
     instead=lambda _: True,
     lost="what crosses streams, or moves, is copied once more",
 )
-"""Whether a tensor's memory is shared copy-on-write, so that no stream can be recorded on it.
-Without it: always True."""
+"""Whether memory is shared copy-on-write: no stream can be recorded on it. Without it: True."""
 
 lazy_clone: Callable[[Tensor], Tensor] = private(
     "torch._lazy_clone",
     instead=torch.clone,
     lost="stages get copies of what they are handed, at once",
 )
-"""A clone that takes memory at the first write only, because in-place layers at a border are rare.
-Without it: a clone."""
+"""A clone that takes memory at the first write; most copies see no write. Without it: a clone."""
 
 lazy_clone_operation: Any = private(
     "torch.ops.aten._lazy_clone.default",
@@ -75,25 +72,20 @@ wrapper_tensor: Callable[..., Any] = private(
 )
 """Makes a tensor of a subclass without own memory; torch's pages on extending it use this name."""
 
-plain_function: Any = private(
-    "torch._C._disabled_torch_function_impl", lost="models cannot be cut at their blocks"
-)
-"""The ``__torch_function__`` of a subclass that intercepts operations only, as in
-``nn.Parameter``."""
+plain_function: Any = nn.Parameter.__torch_function__
+"""The ``__torch_function__`` of a class that intercepts operations only, as ``nn.Parameter``."""
 
 storage_number: Callable[[torch.UntypedStorage], int] = attribute(
     torch.UntypedStorage, "_cdata", lost="tensors that share memory would not be known"
 )
-"""A number that identifies a memory during its lifetime, also for fake tensors, whose ``data_ptr``
-does not."""
+"""A number that identifies a memory during its lifetime, also of fake tensors."""
 
 storage_users: Callable[[int], int] = private(
     "torch._C._storage_Use_Count",
     instead=lambda _: 3,
     lost="the first gradient of each parameter is copied",
 )
-"""The number of users of the memory with a number, including the caller's. Without it: as if others
-always used it."""
+"""The number of users of the memory with a number, with the caller. Without it: 3, so others."""
 
 _HOOKED = "hooks on a gradient, which a run does not call, are not refused"
 _gradient_hooks: list[Callable[[Tensor], Any]] = [
@@ -124,8 +116,7 @@ run_backward: Callable[..., Any] = private(
     ),
     lost="backwards of small stages take longer",
 )
-"""``torch.autograd.backward`` without its checks of arguments, which slow down small stages.
-Without it: that function."""
+"""``torch.autograd.backward`` without its checks, which slow small stages. Without it: with."""
 
 backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",
@@ -198,8 +189,7 @@ top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     )
     for verb in ("top", "pop", "push")
 )
-"""The stack of hooks on saved tensors, to set a caller's hooks aside. Without it: None, and
-`fp.Pipe` raises under hooks."""
+"""The stack of hooks on saved tensors. Without it: None, and `fp.Pipe` raises under hooks."""
 
 # -- modes, dispatcher, operations
 
@@ -211,8 +201,7 @@ if not TYPE_CHECKING:
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that torch's compiler ignores. Without that, entering the first mode imports
-    the compiler, which takes seconds."""
+    """A dispatch mode that torch's compiler ignores. Others import the compiler, for seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -236,8 +225,7 @@ _modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
 
 
 def modes_on(kind: str) -> list[Any]:
-    """Return the modes of this thread, which other threads do not have; ``kind`` is "function" or
-    "dispatch". Without it: none."""
+    """Return the "function" or "dispatch" modes of this thread. Without it: none."""
     count, mode_at = _modes[kind]
     return [mode_at(place) for place in range(count())]
 
@@ -312,8 +300,7 @@ schema: Callable[[Any], Any] = attribute(
 
 _SLOWER = "draws are caught by a mode"
 dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost=_SLOWER)
-"""A dispatch key by its name. Without it, or any of the next three: draws are caught by a mode
-(stages/drawing.py)."""
+"""A dispatch key by its name. Without it, or the next three: a mode (stages/drawing.py)."""
 
 include_key: Callable[[Any, bool], None] = private(
     "torch._C._dispatch_tls_set_dispatch_key_included", lost=_SLOWER
@@ -322,8 +309,7 @@ include_key: Callable[[Any, bool], None] = private(
 public."""
 
 higher_order_operators: dict[str, Any] = private("torch._ops._higher_order_ops", lost=_SLOWER)
-"""All operations that call functions. They raise for unknown keys, so each must be told to pass
-ours."""
+"""All operations that call functions. Each must be told to pass our key, else it raises."""
 
 _operation_names: Any = private("torch._C._dispatch_get_all_op_names", lost=_SLOWER)
 _overload: Any = private("torch._C._get_operation_overload", lost=_SLOWER)
@@ -331,8 +317,7 @@ _has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", los
 
 
 def operations_with(tag: torch.Tag) -> Iterator[Any]:
-    """Yield torch's operations with a tag, without composite ones. ``torch.ops`` lists only
-    operations that were used already."""
+    """Yield operations with a tag, without composite ones. ``torch.ops`` lists used ones only."""
     for name in _operation_names():
         space, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
@@ -344,8 +329,7 @@ def operations_with(tag: torch.Tag) -> Iterator[Any]:
 
 
 def switch_of(word: str) -> tuple[Any, str, Any]:
-    """Return the owner of a switch's setter, the setter's name, and the getter. Without the name:
-    no getter."""
+    """Return the owner and the name of a switch's setter, and its getter. Without it: None."""
     names = f"_get_{word}", f"get_{word}", f"_get_{word[8:]}_sdp_enabled", f"_get_{word[:-6]}getter"
     return (
         torch._C,
@@ -362,8 +346,7 @@ BINDINGS: Sequence[tuple[str, Any]] = [
         private("torch._C._nn", instead=Nothing, lost="programs call a few operations more slowly"),
     ),
 ]
-"""The modules with torch's bindings of operations, as programs name them. Without the last: the
-operation itself."""
+"""The modules with torch's bindings, as programs name them. Without the last: the operation."""
 
 # -- tensors without numbers, and torch's compiler
 
@@ -384,8 +367,7 @@ FunctionalTensor: type[Any] = private(
 FakeTensorMode: type[Any] = private(
     "torch._subclasses.fake_tensor.FakeTensorMode", lost="no compiling, no profile"
 )
-"""The mode for tensors without numbers. Public traces (torch.export) take only modules without
-gradients."""
+"""The mode for tensors without numbers. Public traces (torch.export) have no gradients."""
 
 FunctionalTensorMode: type[Any] = private(
     "torch._subclasses.functional_tensor.FunctionalTensorMode", lost="no stage can be compiled"
@@ -412,8 +394,7 @@ _wrote: Callable[[Any], bool] = private(
 
 
 def was_written(tensor: Any) -> bool:
-    """Return whether the memory of a `FunctionalTensor` was written to. Writes to ``.data`` do not
-    count as versions. Without it: no."""
+    """Return whether a `FunctionalTensor` was written to, also by ``.data``. Without it: no."""
     _sync(tensor)
     return _wrote(tensor.elem)
 
@@ -424,27 +405,22 @@ pytree: Any = private(
 """Torch's trees: containers that other packages registered, and arguments of operations."""
 
 NAMELESS_LAYER = "_empty_nn_module_stack"
-"""The prefix of paths that torch.export invents. Without it: messages show such a path as a
-layer."""
+"""The prefix of paths that torch.export invents. Without it: messages show it as a layer."""
 
 HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
-"""The function in a graph for hooks on a module's backward. Without it: the error has another
-name."""
+"""The function of backward hooks in a graph. Without it: the error has another name."""
 
 TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
-"""A file in the stack of custom functions inside ``torch.cond``. Without it: such functions do not
-raise."""
+"""A file in the stack of custom functions inside ``torch.cond``. Without it: they do not raise."""
 
 STEPPED = "_opt_called"
-"""The attribute by which schedulers see that the optimizer stepped first. Without it: they warn
-once."""
+"""By this attribute schedulers see that the optimizer stepped. Without it: they warn once."""
 
 
 def inductor(
     graph: fx.GraphModule, examples: list[Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph with torch's compiler (C++ or Triton); ``torch.compile`` would trace it
-    again."""
+    """Compile a graph by C++ or Triton. The public ``torch.compile`` would trace it again."""
     build = private(
         "torch._inductor.compile",
         lost='compile_stage(backend="inductor") cannot be had; the others can',
@@ -453,8 +429,7 @@ def inductor(
 
 
 def clear_workspaces() -> None:
-    """Free the workspaces of cuBLAS, which a recording would keep. Without it, as in a CPU build:
-    do nothing."""
+    """Free the workspaces of cuBLAS, which a recording would keep. Without it: do nothing."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
@@ -465,8 +440,7 @@ _TABLES = "tensors could not be put into modules"
 parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
     _module, "_parameters", lost=_TABLES
 )
-"""A layer's own parameters, as a writable dict. The public interface takes ``nn.Parameter``s only,
-but a run puts aliases there."""
+"""A layer's own parameters, as a dict into which a run puts aliases that are no parameters."""
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
     _module, "_buffers", lost=_TABLES
@@ -519,8 +493,7 @@ _ORIGINAL_MODULE = "_orig_mod"
 
 
 def uncompiled(value: Any) -> Any:
-    """Return the function or module that torch.compile was given; other values themselves. Without
-    the attributes: the compiled one."""
+    """Return the original of a compiled function or module. Without the names: the compiled."""
     # The module first: a compiled module also has the other attribute, with its forward alone.
     return getattr(value, _ORIGINAL_MODULE, getattr(value, ORIGINAL_CALLABLE, value))
 
@@ -530,15 +503,13 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def list_weights(layer: nn.RNNBase) -> None:
-    """Update a recurrent layer's second list to its present weights. The layer updates it for
-    ``nn.Parameter``s only."""
+    """Update a recurrent layer's second list to its present weights, also to aliases."""
     names: Sequence[str] = layer._flat_weights_names  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
     layer._flat_weights = [getattr(layer, name, None) for name in names]
 
 
 def device_asked(*args: Any, **kwargs: Any) -> Any:
-    """Return the device in the arguments of ``nn.Module.to``, or None. Only this function reads all
-    of its four forms."""
+    """Return the device in the arguments of ``nn.Module.to`` (of four forms), or None."""
     parse = private("torch._C._nn._parse_to", lost="Pipe.to cannot tell a device from a dtype")
     return parse(*args, **kwargs)[0]
 

@@ -86,8 +86,7 @@ def structure(tree: Tree) -> Spec:
 
 
 def map_leaves(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply ``fn`` to the leaves of ``tree`` (and of trees of the same structure), keeping the
-    structure."""
+    """Apply ``fn`` to the leaves of trees of one structure, and return a tree like them."""
     leaves, spec = flatten(tree)
     columns = [flatten(other)[0] for other in others]
     return unflatten(spec, [fn(*row) for row in zip(leaves, *columns, strict=True)])
@@ -105,9 +104,13 @@ def paths(tree: Tree) -> list[Path]:
     return optree.treespec_paths(structure(tree))
 
 
-def locations(tree: Tree, root: str) -> list[str]:
-    """Return the location of each leaf as Python code: ``params[0]['1.weight']``."""
-    return [accessor.codify(root) for accessor in optree.treespec_accessors(structure(tree))]
+def locations(tree: Tree, root: str, whole: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return the location of each leaf as Python code: ``params[0]['1.weight']``.
+
+    Containers for which ``whole`` returns True are leaves.
+    """
+    spec = flatten(tree, whole)[1]
+    return [accessor.codify(root) for accessor in optree.treespec_accessors(spec)]
 
 
 def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None) -> Leaves:
@@ -223,14 +226,10 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def take_apart(node: Any) -> tuple[list[Any], Any]:
-    """Return the children of a container of a registered class, and the data to rebuild it.
-
-    Raises PlanError for other containers.
-    """
-    entry = optree.register_pytree_node.get(type(node), namespace=_NAMESPACE)
-    if entry is None:
-        raise PlanError(f"the class {type(node).__name__} is not registered as a container")
-    children, kept, *_ = entry.flatten_func(node)
+    """Return the children of a container, and the data to rebuild it."""
+    children, kept, *_ = optree.tree_flatten_one_level(
+        node, none_is_leaf=True, namespace=_NAMESPACE
+    )
     return list(children), kept
 
 
@@ -307,7 +306,7 @@ def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str
         (place, fault_of(leaf))
         for place, leaf in zip(locations(tree, root) if leaves else (), leaves, strict=True)
     ]
-    rows += [(place, _fault_of_node(node)) for place, node in _nodes(tree, root)]
+    rows += [(place, _fault_of_node(node)) for place, node, _ in _nodes(tree, root)]
     return [f"{place} {fault}" for place, fault in rows if fault]
 
 
@@ -370,28 +369,27 @@ def _branches(node: Any) -> list[tuple[Any, Callable[[str], str], Any]]:
     ]
 
 
-def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield each container of a tree, with its location."""
-    todo = [(root, tree)]
+def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield each container of a tree, with its location and the ids of the containers above."""
+    todo: list[tuple[str, Any, tuple[int, ...]]] = [(root, tree, ())]
     while todo:
-        place, node = todo.pop()
+        place, node, above = todo.pop()
         if not optree.tree_is_leaf(node, none_is_leaf=True, namespace=_NAMESPACE):
-            yield place, node
-            todo += reversed([(write(place), child) for _, write, child in _branches(node)])
+            yield place, node, above
+            inside = (*above, id(node))
+            todo += [(write(place), child, inside) for _, write, child in _branches(node)][::-1]
 
 
 def _endless(tree: Tree) -> str:
     """Say why a tree cannot be flattened: it contains itself, or is nested too deep."""
-    todo: list[tuple[str, Any, tuple[int, ...]]] = [("tree", tree, ())]
-    while todo and len(todo[-1][2]) < 2000:
-        place, node, above = todo.pop()
+    for place, node, above in _nodes(tree, "tree"):
         if id(node) in above:
-            name = f"{place} is the {type(node).__name__}"
             return (
-                f"this is not a tree: {name} that contains it; pass the tensors without the "
-                "object that refers back"
+                f"this is not a tree: {place} is the {type(node).__name__} that contains it; pass "
+                "the tensors without the object that refers back"
             )
-        todo += [(write(place), child, (*above, id(node))) for _, write, child in _branches(node)]
+        if len(above) >= 2000:
+            break
     return (
         "a tree is nested too deep, in more levels than optree can follow; pass its tensors as a "
         "flat list or dict"
@@ -399,8 +397,7 @@ def _endless(tree: Tree) -> str:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, type and numbers, on any devices. NaN equals
-    NaN."""
+    """Return whether tensors on any devices have one shape, type and numbers. NaN equals NaN."""
     if one is other:
         return True
     if one.shape != other.shape or one.dtype != other.dtype:

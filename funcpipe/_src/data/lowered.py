@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from funcpipe._src.core.packed import Packed
 from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.data.kinds import COUNTED, ONCE
@@ -55,8 +55,9 @@ class Lowered:
     wires: tuple[Wire, ...]  # the meaning of the wire numbers
     calls: tuple[Call, ...]  # the actions of the order, without their microbatches
     # The code ``call * num_pieces + piece`` of each action, in plan order. One thread can run all
-    # actions in this order, and each lane follows it for its own actions.
-    order: Packed
+    # actions in this order, and each lane follows it for its own actions. An array, because a plan
+    # may have millions of actions.
+    order: array[int] = field(hash=False)
     pools: tuple[Pool, ...]  # the slots between lanes
     # The codes of the actions that overlap with their successor in the order.
     pairs: frozenset[int] = frozenset()
@@ -117,7 +118,7 @@ class Lowered:
             for code, pair in zip(self.order, pairwise(codes), strict=False)
             if code in self.pairs
         )
-        order = Packed(code for code in codes if code is not None)
+        order = array("i", [code for code in codes if code is not None])
         joined = frozenset(one for one, other in pairs if one is not None and other is not None)
         return replace(
             self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined

@@ -10,12 +10,12 @@ plan order.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import chain
 
 from funcpipe._src.core.errors import PlanError, raise_all
-from funcpipe._src.core.packed import Packed
 from funcpipe._src.data.kinds import COUNTED, MOVES, Kind
 from funcpipe._src.data.lowered import TAKEN, Lowered, read_again
 from funcpipe._src.data.program import CALLER, Call, Pool, Role, Wire
@@ -90,7 +90,7 @@ def lower(
         schedule.num_devices,
     )
     return Lowered(
-        *counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools, frozenset(pairs)
+        *counts, tuple(calls.wires), tuple(calls.calls), array("i", order), pools, frozenset(pairs)
     )
 
 

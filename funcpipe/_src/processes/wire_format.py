@@ -118,11 +118,7 @@ def form_key(
 
 
 def _without_numbers(leaf: Any) -> Any:
-    return (
-        TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype)
-        if isinstance(leaf, Tensor)
-        else leaf
-    )
+    return TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def pack_form(form: TreeForm) -> bytes:

@@ -1,2 +1,1 @@
-"""Several replicas of a stage: sums of gradients, gathered parameters, equal numbers. Owns no
-connection."""
+"""Replicas of a stage: sums of gradients, gathered parameters, equal numbers. No connections."""

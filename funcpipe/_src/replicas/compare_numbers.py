@@ -9,6 +9,7 @@ the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from funcpipe._src.core.errors import RanksError, raise_all
@@ -40,7 +41,7 @@ def compare_numbers(
         digests |= {**digests_of(trees[stage], f"params[{stage}]", cuts, wanted)}
         digests |= {**digests_of(states[stage], f"state[{stage}]", {}, wanted)}
     everyone = part.exchange("the numbers of parameters and state", (digests, tied))
-    refuse_different(everyone, part.replicas, part.names)
+    refuse_different(everyone, part.names)
     part.compared.settle()
 
 
@@ -50,8 +51,7 @@ def compare_tied(
     leaves: Sequence[Sequence[Any]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Compare the numbers of tied leaves of one process that are separate tensors. Raises
-    PlanError."""
+    """Compare tied leaves of one process that are separate tensors. Raises PlanError."""
     apart = [group for group in ties if len({id(leaves[stage][leaf]) for stage, leaf in group}) > 1]
     compared.begin()
     if not apart or not compared.has_new(
@@ -74,45 +74,31 @@ def compare_tied(
 
 
 def refuse_different(
-    everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], replicas: int, names: Sequence[str]
+    everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], names: Sequence[str]
 ) -> None:
     """Raise RanksError if replicas, or tied leaves, have different numbers.
 
     Args:
         everyone: for every process, by replica and rank: its digests, and the locations of its
             leaves of each tie.
-        replicas: the number of replicas.
         names: the name of each process in errors.
     """
-    by_process, size = [digests for digests, _ in everyone], len(everyone) // replicas
-    ties = [
-        [*dict.fromkeys(place for row in rows for place in row)]
-        for rows in zip(*[ties for _, ties in everyone])
-    ]
+    first: dict[str, tuple[str, str]] = {}  # by location, the first process with it, and its digest
     faults: list[str] = []
-    for number, mine in enumerate(by_process[size:], size):
-        first = by_process[number % size]
-        faults += [
-            f"{place}: {names[number]} has other numbers than {names[number % size]}"
-            for place, digest in mine.items()
-            if first.get(place, digest) != digest
-        ]
-    for places in ties:
-        # The first replica is enough, because the loop above lists differences of other replicas.
-        members = [
-            (place, each[place], names[rank])
-            for place in places
-            for rank, each in enumerate(by_process[:size])
-            if place in each
-        ]
-        faults += [
-            (
-                f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, "
-                "and they are tied"
-            )
-            for place, digest, name in members[1:]
-            if digest != members[0][1]
-        ]
+    for name, (digests, _) in zip(names, everyone, strict=True):
+        for place, digest in digests.items():
+            other, wanted = first.setdefault(place, (name, digest))
+            if digest != wanted:
+                faults.append(f"{place}: {name} has other numbers than {other}")
+    for rows in zip(*[ties for _, ties in everyone]):
+        places = [place for place in dict.fromkeys(chain(*rows)) if place in first]
+        for place in places[1:]:
+            (name, digest), (other, wanted) = first[place], first[places[0]]
+            if digest != wanted:
+                faults.append(
+                    f"{place} of {name} has other numbers than {places[0]} of {other}, and they "
+                    "are tied"
+                )
     title = (
         "the processes do not begin with the same numbers; call torch.manual_seed(0) in all of "
         "them before the model is made, or fp.load the same checkpoint in all of them before the "

@@ -101,18 +101,14 @@ class GatheredParams(ABC):
         """
         memory = {self.leaves[number].untyped_storage().data_ptr() for number in self.hollow}
 
+        def shares(leaf: Any) -> bool:
+            return type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memory
+
         def own(leaf: Tensor) -> Tensor:
-            return (
-                leaf.clone()
-                if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memory
-                else leaf
-            )
+            return leaf.clone() if shares(leaf) else leaf
 
         if isinstance(value, Border):
-            shares = [
-                leaf for leaf in value.leaves if isinstance(leaf, Tensor) and own(leaf) is not leaf
-            ]
-            return value.mapped(own) if shares else value
+            return value.mapped(own) if any(map(shares, value.leaves)) else value
         if isinstance(value, ForwardReport):
             loss = value.loss and value.loss._replace(
                 sum=own(value.loss.sum), aux=map_tensors(own, value.loss.aux)

@@ -25,8 +25,7 @@ _WINDOW = 1 << 26
 """Gradients are summed in groups of at most this many bytes; a larger gradient is one group."""
 
 GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
-"""A function that returns the sums of a stage's gradients over its replicas, ready for the current
-stream of the calling thread."""
+"""Returns sums of gradients over the replicas, ready for the calling thread's stream."""
 
 
 Told: TypeAlias = Callable[[GiveSums], None]
@@ -298,7 +297,8 @@ class Replicas:
             for rank in others:
                 room = rooms[rank]
                 if room.numel():
-                    came = TensorLayout.of(room).view_of(self._channel.take(rank))
+                    layout = TensorLayout.contiguous(room.shape, room.dtype)
+                    came = layout.view_of(self._channel.take(rank))
                     room.copy_(came) if stream is None else stream.backend.fill(room, came)
 
         return take

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.core.plain_tensors import here, is_plain, memory_view
@@ -42,8 +43,7 @@ class ComparedLeaves:
         self._new = []
 
     def has_new(self, leaves: Iterable[Any]) -> bool:
-        """Return whether there are leaves to compare. If runs are prepared together, only the first
-        compares."""
+        """Return whether there are leaves to compare; of runs prepared together, for the first."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         new = [
             leaf
@@ -77,24 +77,21 @@ class WholeDigests:
     """The hashes of whole tensors, by the local part that `place` has kept."""
 
     def __init__(self) -> None:
-        self._digests: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
+        self._digests: MutableMapping[Tensor, tuple[int, str]] = WeakIdKeyDictionary()
 
     def keep(self, part: Tensor, whole: Tensor) -> None:
         """Record the hash of the whole tensor."""
-        self._digests = {key: each for key, each in self._digests.items() if each[0]() is not None}
-        self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
+        self._digests[part] = version(here(part.detach())), digest_of(whole)
 
     def digest(self, part: Tensor) -> str:
         """Return the hash of the whole tensor, or "" if unknown.
 
         It is unknown after a write to the part, for example by `load`.
         """
-        kept, written, digest = self._digests.get(id(part), (None, 0, ""))
-        return (
-            digest
-            if kept is not None and kept() is part and version(here(part.detach())) == written
-            else ""
-        )
+        kept = self._digests.get(part)
+        if kept is None or kept[0] != version(here(part.detach())):
+            return ""
+        return kept[1]
 
 
 whole_digests = WholeDigests()
@@ -145,20 +142,16 @@ def digests_of_batch(trees: Mapping[str, Tree]) -> Digests:
     return {
         f"{place} of shape {tuple(tensor.shape)}": digest
         for root, tree in trees.items()
-        for leaf, where in zip(flatten(tree)[0], locations(tree, root), strict=True)
-        for place, tensor in _tensors_of(leaf, where)
+        for place, tensor in _tensors_of(tree, root)
         if (digest := digest_of(tensor))
     }
 
 
-def _tensors_of(leaf: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a leaf of a batch, with their locations."""
-    if isinstance(leaf, Microbatches):
-        for number, tree in enumerate(leaf):
-            for inner, where in zip(
-                flatten(tree)[0], locations(tree, f"{place}[{number}]"), strict=True
-            ):
-                yield from _tensors_of(inner, where)
-    bare = leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
-    if isinstance(bare, Tensor):
-        yield place, bare
+def _tensors_of(tree: Tree, root: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch, also in marks and ready-made microbatches, with locations."""
+    for leaf, place in zip(flatten(tree)[0], locations(tree, root), strict=True):
+        if isinstance(leaf, Microbatches):
+            yield from _tensors_of(leaf.trees, place)
+        bare = leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
+        if isinstance(bare, Tensor):
+            yield place, bare

@@ -90,6 +90,7 @@ def whole_of(
     cut = Sharding(placement.dim % tensor.dim())
     sizes = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     like = [
-        TensorLayout.of(cut.part(sizes, replica, len(copies))) for replica in range(len(copies))
+        TensorLayout.contiguous(cut.part(sizes, replica, len(copies)).shape, tensor.dtype)
+        for replica in range(len(copies))
     ]
     return torch.cat(gather(local.contiguous().cpu(), like), cut.axis)

@@ -163,9 +163,7 @@ def tied_members(
             if number >= 0:
                 leaf = leaves[stage][number]
                 some, none = (flags[stage][number] for flags in either)
-                members.append(
-                    (place, TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype), some, none)
-                )
+                members.append((place, TensorLayout.of(leaf), some, none))
         out.append(tuple(members))
     return tuple(out)
 

@@ -148,8 +148,11 @@ def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | No
                 "first_difference compares two records: "
                 f"record_values(plan, params, batch); got a {type(record).__name__}"
             )
-    for name, numbers in (("stages", _stages), ("microbatches", _microbatches)):
-        a, b = numbers(first), numbers(second)
+    stages, microbatches = [
+        [len({action.stage for action in record.order}) for record in (first, second)],
+        [len({action.microbatch for action, _ in record.values}) for record in (first, second)],
+    ]
+    for name, (a, b) in (("stages", stages), ("microbatches", microbatches)):
         if a != b:
             raise PlanError(
                 f"the records have {a} and {b} {name}; first_difference compares runs with the same "
@@ -166,14 +169,6 @@ def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | No
         if found is not None:
             return found
     return None
-
-
-def _stages(record: ValueRecord) -> int:
-    return len({action.stage for action in record.order})
-
-
-def _microbatches(record: ValueRecord) -> int:
-    return len({action.microbatch for action, _ in record.values})
 
 
 def _difference(action: Action, name: str, first: Tree, second: Tree) -> Difference | None:

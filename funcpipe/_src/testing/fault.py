@@ -172,8 +172,7 @@ class _FailingBackward(torch.autograd.Function):
 def _over(
     out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]
 ) -> Any:
-    """Change the selected tensors of a stage's result in one call. A tensor that occurs twice is
-    changed once."""
+    """Change the selected tensors of a stage's result in one call, each once."""
     result = normalise(out)
     loss = side_loss(result)
     loss_sum = None if loss is None else loss[0]

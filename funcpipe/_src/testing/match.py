@@ -22,8 +22,7 @@ from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.stages.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
-"""The fields of a result in the order of their computation, so the first difference is nearest
-to the cause."""
+"""The fields of a result in the order of their computation: the cause comes first."""
 
 _SHOWN = 10  # the number of differing leaves that a message lists
 
@@ -171,11 +170,9 @@ def differences(
 def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
     """Describe how a leaf differs; "" if it does not."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        return (
-            ""
-            if _same(actual, expected)
-            else f"{_short_text(actual)} came, {_short_text(expected)} expected"
-        )
+        if _same(actual, expected):
+            return ""
+        return f"{_short_text(actual)} came, {_short_text(expected)} expected"
     forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (actual, expected)]
     if forms[0] != forms[1]:
         return f"{_short_text(actual)} came, {_short_text(expected)} expected"
@@ -197,8 +194,7 @@ def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two leaves that are not tensors are equal. Leaves that cannot be compared count as
-    equal."""
+    """Whether two leaves that are not tensors are equal, or cannot be compared."""
     if a is b or type(a) is not type(b):
         return a is b
     if hasattr(a, "__dict__"):

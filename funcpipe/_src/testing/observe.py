@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from funcpipe._src.core.tree import (
     refuse_hidden,
 )
 from funcpipe._src.data.stage import Bindable, Out, Stage, normalise, side_loss
-from funcpipe._src.engine.switches import Switch, switches
+from funcpipe._src.engine.switches import switches
 from funcpipe._src.stages.context import autocast_now, set_autocast
 from funcpipe._src.testing.around import StageCall, hooked
 from funcpipe._src.testing.snapshot import Snapshot, named
@@ -37,17 +36,13 @@ Fault = tuple[str, str]
 """A name from `FAULTS`, or "raises", and a description."""
 
 
-def _write(switch: Switch, values: tuple[Any, ...]) -> None:
-    switch.write(*values)
-
-
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "autocast": (autocast_now, set_autocast),
     **{
-        f"{each.name} ({each.setter})": (each.read, partial(_write, each))
+        f"{each.name} ({each.setter})": (each.read, lambda values, each=each: each.write(*values))
         for each in switches()
         if each.read is not None
         and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
@@ -185,8 +180,7 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def generators_kept() -> Generator[None]:
-    """Restore the states of torch's and Python's generators at the end. Inside, torch has an
-    unusual seed."""
+    """Restore torch's and Python's generators at the end. Inside, torch has an unusual seed."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0x5EED)

@@ -85,8 +85,7 @@ class Probe:
         self.unused: list[str] = []
 
     def run(self, *, independent_rows: bool) -> BaseException | None:
-        """Make all calls. Returns the error of the stage, or None. After an error the check
-        ends."""
+        """Make all calls, until one raises. Returns the error of the stage, or None."""
         try:
             self._first_call()
             # Recorded after the first call, because tables that it fills are legal.
@@ -179,8 +178,7 @@ class Probe:
             raise _Raised from error
 
     def _first_call(self) -> None:
-        """Call once without judging, because a table that the first call fills is not a fault.
-        Note outputs and draws."""
+        """Call once without judging, because a table that is filled now is not a fault."""
         bound = self._bind()
         out = self._forward(bound, 0)
         self.draws = self.train in self.watched.seen.draws
@@ -193,8 +191,7 @@ class Probe:
         bound.release()
 
     def _repeated_calls(self) -> None:
-        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and
-        gradients must agree."""
+        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run."""
         bound = self._bind()
         first, other, again = [self._forward(bound, microbatch) for microbatch in (0, 1, 0)]
         self._compare(other, first, "for another microbatch", values=False)
@@ -295,8 +292,7 @@ class Probe:
     # -- rows
 
     def _fewer_rows(self, independent: bool) -> None:
-        """Compare a call with all rows to a call without the last row, because microbatches
-        differ by a row."""
+        """Call without the last row, because microbatches differ by a row, and compare."""
         fewer = self.num_rows - 1
         if fewer < 1:
             return
@@ -359,8 +355,7 @@ def _parts(out: StageOut) -> list[tuple[str, Tree]]:
 
 
 def _kinds(tree: Tree, *, sizes: bool = True) -> tuple[Any, list[Any]]:
-    """The structure, and the type and shape of each leaf; without sizes, its type and number of
-    axes."""
+    """The structure, and of each leaf type and shape; without sizes, type and number of axes."""
     values, spec = flatten(tree)
     if sizes:
         return spec, [shape_of(leaf) for leaf in values]
@@ -376,6 +371,5 @@ def _show(tree: Tree) -> str:
 
 
 def _rounding(leaf: Any) -> float:
-    """The tolerance for a row under another number of rows, relative to the largest number,
-    because kernels sum in other orders."""
+    """The relative tolerance for a row among fewer rows: kernels sum in other orders."""
     return torch.finfo(leaf.dtype).eps ** 0.7 if is_differentiable(leaf) else 0.0

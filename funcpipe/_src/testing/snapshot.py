@@ -28,8 +28,7 @@ class Snapshot:
         self._bits = {name: (_writes(tensor), tensor.detach().clone()) for name, tensor in tensors}
 
     def changes(self, values: Mapping[str, Any]) -> list[str]:
-        """The names that were added or removed, or whose values changed. A tensor with the same
-        bits is unchanged."""
+        """The names that were added or removed, or whose values (of tensors, bits) changed."""
         common = [name for name in self.values if name in values]
         changed = [name for name in common if self._differs(name, values[name])]
         changed += [

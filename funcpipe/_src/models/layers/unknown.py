@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.torch_names import (
     OpOverload,
     innermost_tensor,
@@ -49,43 +49,16 @@ class UnknownValueError(PlanError):
         self.source, self.need = source, need
 
 
-class Outline(NamedTuple):
-    """The known facts of an `Unknown` tensor, which are a cache key of results."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        """Return the outline of a tensor; for a tensor that is not strided, of a contiguous one."""
-        if tensor.layout is torch.strided:
-            return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype)
-        return cls.contiguous(tensor.size(), tensor.dtype)
-
-    @classmethod
-    def contiguous(cls, size: Sequence[int], dtype: torch.dtype) -> Self:
-        """Return the outline of a contiguous tensor."""
-        steps = accumulate(
-            reversed(size[1:]), lambda step, length: step * max(1, length), initial=1
-        )
-        return cls(tuple(size), tuple(steps)[::-1] if size else (), dtype)
-
-    def on(self, device: str | torch.device) -> Tensor:
-        """Make a tensor of this outline with arbitrary numbers."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
-
-
 class Unknown(Tensor):
     """A tensor whose numbers another stage has. ``source`` names their origin, for messages."""
 
     source: str
     __torch_function__: Any = plain_function
 
-    def __new__(cls, outline: Outline, device: torch.device, source: str) -> Self:
-        """Make a tensor of an outline that claims to be on ``device``."""
+    def __new__(cls, layout: TensorLayout, device: torch.device, source: str) -> Self:
+        """Make a tensor with a layout that claims to be on ``device``."""
         made = wrapper_tensor(
-            cls, outline.size, strides=outline.stride, dtype=outline.dtype, device=device
+            cls, layout.size, strides=layout.strides, dtype=layout.dtype, device=device
         )
         made.source = source
         return made
@@ -94,7 +67,7 @@ class Unknown(Tensor):
         return f"<Unknown {self.dtype} {list(self.shape)} of {self.source}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
-        return Unknown(Outline.of(self), self.device, self.source)
+        return Unknown(TensorLayout.of(self), self.device, self.source)
 
     @classmethod
     def __torch_dispatch__(
@@ -122,8 +95,8 @@ class Unknown(Tensor):
         if func is _ATEN.index.Tensor:
             args = (args[0], _as_places(args[1]))
         known = (
-            _map(_outline, args),
-            tuple((name, _map(_outline, value)) for name, value in kwargs.items()),
+            _map(_layout, args),
+            tuple((name, _map(_layout, value)) for name, value in kwargs.items()),
         )
         try:
             # Arguments that cannot be hashed bypass the cache.
@@ -133,18 +106,20 @@ class Unknown(Tensor):
             name = func.name() if hasattr(func, "name") else str(func)
             raise UnknownValueError(first.source, f"{name} needs the numbers of") from error
         if written:
-            if [_outline(tensor) for tensor in written] != (
-                [out] if isinstance(out, Outline) else list(out or ())
+            if [_layout(tensor) for tensor in written] != (
+                [out] if isinstance(out, TensorLayout) else list(out or ())
             ):
                 raise UnknownValueError(
                     first.source, f"{func.name()} changes in place the shape of"
                 )
-            return written[0] if isinstance(out, Outline) else written
+            return written[0] if isinstance(out, TensorLayout) else written
         fill = _FILLS.get(func.overloadpacket)
         if fill is not None:
             return out.on(device).fill_(fill(args))
         return _map(
-            lambda leaf: Unknown(leaf, device, first.source) if isinstance(leaf, Outline) else leaf,
+            lambda leaf: (
+                Unknown(leaf, device, first.source) if isinstance(leaf, TensorLayout) else leaf
+            ),
             out,
         )
 
@@ -166,7 +141,7 @@ def first_unknown(tree: Tree) -> Unknown | None:
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: str) -> Unknown:
     """Make an `Unknown` tensor of a shape and type, with its numbers at ``source``."""
-    return Unknown(Outline.contiguous(shape, dtype), device, source)
+    return Unknown(TensorLayout.contiguous(shape, dtype), device, source)
 
 
 def unknown_like(tree: Tree, source: str) -> Tree:
@@ -174,7 +149,7 @@ def unknown_like(tree: Tree, source: str) -> Tree:
 
     def without_numbers(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return Unknown(Outline.of(leaf), leaf.device, source)
+            return Unknown(TensorLayout.of(leaf), leaf.device, source)
         if isinstance(leaf, (bool, int, float, complex)):
             return unknown((), torch.result_type(leaf, leaf), torch.device("cpu"), source)
         return leaf
@@ -184,23 +159,23 @@ def unknown_like(tree: Tree, source: str) -> Tree:
 
 @lru_cache(maxsize=4096)
 def _outcome(func: Any, args: Any, kwargs: Any, *, kinds: Any) -> Any:
-    """Compute the outlines of an operation's results, by torch's kernels for the meta device.
+    """Compute the layouts of an operation's results, by torch's kernels for the meta device.
 
     ``kinds`` has the types of the arguments: True, 1 and 1.0 would be one cache key.
     """
 
     def tensor(leaf: Any) -> Any:
-        return leaf.on("meta") if isinstance(leaf, Outline) else leaf
+        return leaf.on("meta") if isinstance(leaf, TensorLayout) else leaf
 
     with without_modes():  # a running trace must not see these operations
         return _map(
-            _outline,
+            _layout,
             func(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs}),
         )
 
 
-def _outline(leaf: Any) -> Any:
-    return Outline.of(leaf) if isinstance(leaf, Tensor) else leaf
+def _layout(leaf: Any) -> Any:
+    return TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_hashable(value: Any) -> bool:
@@ -242,6 +217,6 @@ def _as_places(indices: Any) -> list[Any]:
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
     """Pass the arguments of an operation through ``change``; lists become tuples."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, Outline):
+    if isinstance(value, (list, tuple)) and not isinstance(value, TensorLayout):
         return tuple(_map(change, item) for item in cast("list[Any]", value))
     return change(value)
