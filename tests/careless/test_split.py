@@ -539,3 +539,21 @@ def test_torchscript_layers_are_refused_by_name(make):
             way()
     with pytest.raises(fp.PlanError, match="it is TorchScript"):
         fp.from_module(make(Inner()))
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("parameters", r"fp\.leaves\(params\)"),
+        ("named_parameters", r"fp\.named_leaves"),
+        ("to", r"fp\.place\(plan"),
+        ("train", r"model\.train\(\) before fp\.split"),
+        ("eval", r"schedule\.forwards\(\)"),
+        ("unknown", "no attribute 'unknown'$"),
+    ],
+)
+def test_methods_of_modules_name_the_call(name, use):
+    split = fp.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+    with pytest.raises(AttributeError, match=use):
+        getattr(split, name)
+    assert not hasattr(copy.deepcopy(split), name)

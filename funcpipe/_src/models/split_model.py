@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ from funcpipe._src.models.traced.graph import CutEdge
 from funcpipe._src.models.traced.traced import GraphFn
 
 Part = tuple[Stage, Any, Any]  # a stage with its params and state
+
+
+_IN_PLACE_OF = {
+    "parameters": "for an optimizer use fp.leaves(params), where params = fp.place(plan, "
+    "split.params)",
+    "named_parameters": "use fp.named_leaves(params)",
+    "to": "fp.place(plan, split.params) returns parameters on the devices of the plan",
+    "train": "call model.train() before fp.split; a plan with backwards trains",
+    "eval": "to evaluate, make a plan of the forwards: fp.make_plan(split, schedule.forwards(), "
+    "loss=...)",
+}
+"""The calls for what users of ``nn.Module`` type."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +72,17 @@ class Split:
     edges: tuple[CutEdge, ...] = ()
     homes: Mapping[str, Home] = field(default_factory=dict, repr=False)
     rest: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; for a method of modules, name the call to use."""
+            use = _IN_PLACE_OF.get(name)
+            raise AttributeError(
+                f"a Split has no attribute {name!r}" + (f"; {use}" if use else ""),
+                name=name,
+                obj=self,
+            )
 
     def __iter__(self) -> Iterator[Any]:
         """Unpack: ``stages, params, state, ties, loss = fp.split(...)``."""
