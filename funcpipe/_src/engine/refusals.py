@@ -238,8 +238,9 @@ def refuse_modes(name: str, plan: Plan) -> None:
     if plan.loss is None:
         raise PlanError(
             f"the plan's schedule has backwards but the plan has no loss, so {name} does not know "
-            "where gradients begin: make_plan(..., loss=fn); for gradients of outputs use "
-            "fp.vjp; for outputs alone use a schedule without backwards, schedule.forwards()"
+            "where gradients begin: make_plan(..., loss=fn); for a loss in the model's output give "
+            "fp.split(..., loss=path), such as loss='0'; for gradients of outputs use fp.vjp; for "
+            "outputs alone use a schedule without backwards, schedule.forwards()"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
