@@ -35,7 +35,13 @@ from funcpipe._src.devices.stream import Place
 from funcpipe._src.engine.arguments import checked_seed, split_batch
 from funcpipe._src.engine.executors import Serial, suiting
 from funcpipe._src.engine.options import RunOptions
-from funcpipe._src.stages.context import RUNNING, checked_plan, not_carried, refuse_transforms
+from funcpipe._src.stages.context import (
+    LOSS_CHECKS,
+    RUNNING,
+    checked_plan,
+    not_carried,
+    refuse_transforms,
+)
 from funcpipe._src.stages.trainable import trainable_leaves
 
 _MOST = 8  # the most forms of input that one `Graphs` records. Each graph keeps its own memory
@@ -227,7 +233,11 @@ class Graphs:
 
         def step(copies: Sequence[Tensor]) -> list[Tensor]:
             params, state, batch, others = make(copies)
-            result = Serial().run(plan, params, batch, RunOptions(state=state, **others))
+            token = LOSS_CHECKS.set(not parts)  # only in the first call, which is not recorded
+            try:
+                result = Serial().run(plan, params, batch, RunOptions(state=state, **others))
+            finally:
+                LOSS_CHECKS.reset(token)
             results = _Taken()
             parts[:] = [
                 results.take([getattr(result, name) for name in _FIELDS]),

@@ -28,6 +28,9 @@ Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
 
 _KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
+LOSS_CHECKS: ContextVar[bool] = ContextVar("funcpipe_loss_checks", default=True)
+"""Whether a run may check its loss, which reads numbers on the host. A recorded graph cannot."""
+
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
 """Within a run: a function that returns the action of this thread. `run` refuses a call there."""
 

@@ -51,7 +51,7 @@ from funcpipe._src.stages.bound import (
     StageArgs,
     StageOut,
 )
-from funcpipe._src.stages.context import autocasting, no_autocast
+from funcpipe._src.stages.context import LOSS_CHECKS, autocasting, no_autocast
 from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
 from funcpipe._src.stages.foreign import (
@@ -109,7 +109,7 @@ class EagerBound:
         self.unproven = self.is_due = False
         if loss is not None and shares is not None:
             rows, self.unproven = 2.0 if shares.explicit else shares.weight(0), True
-            self.is_due = divisors.is_due(loss, rows, shares.guessed)
+            self.is_due = LOSS_CHECKS.get() and divisors.is_due(loss, rows, shares.guessed)
             if shares.unproven and self.is_due:
                 self.watched = divisors.WatchDivisors(guessed=shares.guessed)
         # Whether this is the stage's first run in this mode.
@@ -352,7 +352,8 @@ class EagerBound:
                 return
         else:
             kind = self.guessed
-        if not (divisors.is_due(self.loss, 2, kind) if known else self.is_due):
+        is_due = LOSS_CHECKS.get() and divisors.is_due(self.loss, 2, kind) if known else self.is_due
+        if not is_due:
             return
         rows = None if shares.explicit else shares.weight(args.microbatch)
         if self.guessed and not pair:  # first, because it knows the reason
