@@ -10,20 +10,20 @@ plan order.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import chain
 
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.packed import Packed
-from funcpipe._src.data.kinds import COUNTED, MOVES, Kind
+from funcpipe._src.data.kinds import MOVES, Kind
 from funcpipe._src.data.lowered import TAKEN, Lowered, read_again
 from funcpipe._src.data.program import CALLER, Call, Pool, Role, Wire
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe._src.lower.skips import routes
-from funcpipe._src.schedules.clock import CODE, CODED, B, F, I, R, coded
+from funcpipe._src.schedules.clock import CODED, B, F, I, R, coded
 from funcpipe._src.schedules.legal import examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED, Role.CARRY_IN)
@@ -78,7 +78,9 @@ def lower(
     # The order of each lane stays: _refuse_mixed has checked that its forwards come first.
     if halves:
         order = _forwards_first(order, calls.calls, schedule)
-    most = _levels(calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools], pairs)
+    most = _pool_sizes(
+        calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools], pairs
+    )
     pools = tuple(
         Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
         for key, slots in zip(calls.pools, most, strict=True)
@@ -149,47 +151,30 @@ class _Calls:
 
         A code is ``call * num_pieces + piece`` (see `Lowered.order`).
         """
-        schedule, backward = self.schedule, self.schedule.has_backward
-        count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
-        stages = schedule.num_stages
-        codes = [*chain.from_iterable(coded(schedule.orders, slices))]
-        rematted = {(stage, piece) for code, stage, piece in codes if code == R}
-        # One table per place of a slice. By code (the last row is for F that keep no residual) and
-        # stage: the first code of the call; -1 while there is no call yet.
+        schedule = self.schedule
+        count, slices = schedule.num_pieces, schedule.num_slices
+        actions = [*chain.from_iterable(coded(schedule.orders, slices))]
+        rematted = {(stage, piece) for kind, stage, piece in actions if kind == R}
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
-        tables = {
-            among: (among, [[-1] * stages for _ in range(len(CODED) + 1)])
-            for among in {ALONE, *places}
-        }
-        alone, cut = tables[ALONE], [tables[among] for among in places]
         carries = [part.carry and slices > 1 for part in self.context.stages]
         joined = self._joined()
-        counted = {CODE[kind] for kind in COUNTED}
-        turns: dict[tuple[int, int, int], int] = {}
-        """For counted actions (U): the first code of the call, by code, stage and turn. A U whose
-        number exceeds the number of pieces belongs to a later turn, which is another call."""
+        bases: dict[tuple[int, int, int, bool, Among], int] = {}  # the first code of each call
         pairs: set[int] = set()
         out: list[int] = []
         for number in plan_order:
-            code, stage, piece = codes[number]
-            if code in counted:
-                turn, piece = divmod(piece, count)
-                base = turns.get((code, stage, turn), -1)
-                if base < 0:
-                    base = turns[code, stage, turn] = count * len(self.calls)
-                    call = self._call(CODED[code], stage, device_of[stage], True, ALONE)
-                    self.calls.append(call._replace(first=turn * count))
-                out.append(base + piece)
-                continue
-            among, rows = cut[piece % slices] if carries[stage] and code in _CARRYING else alone
-            bare = code == F and (not backward or (stage, piece) in rematted)
-            row = rows[-1 if bare else code]
-            base = row[stage]
-            if base < 0:
-                base = row[stage] = count * len(self.calls)
-                self.calls.append(self._call(CODED[code], stage, device_of[stage], not bare, among))
+            kind, stage, piece = actions[number]
+            # A U whose number exceeds the number of pieces belongs to a later turn, which is
+            # another call. Other kinds have only turn 0.
+            turn, piece = divmod(piece, count)
+            keeps = kind != F or (schedule.has_backward and (stage, piece) not in rematted)
+            among = places[piece % slices] if carries[stage] and kind in _CARRYING else ALONE
+            key = kind, stage, turn, keeps, among
+            base = bases.get(key)
+            if base is None:
+                base = bases[key] = count * len(self.calls)
+                self.calls.append(self._call(CODED[kind], stage, turn * count, keeps, among))
             out.append(base + piece)
-            if joined and number in joined:
+            if number in joined:
                 pairs.add(base + piece)
         return out, pairs
 
@@ -222,7 +207,8 @@ class _Calls:
             return device_of[wire.stage + 1] if wire.stage + 1 < len(device_of) else CALLER
         return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
 
-    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool, among: Among) -> Call:
+    def _call(self, kind: Kind, stage: int, first: int, keeps: bool, among: Among) -> Call:
+        lane = self.schedule.device_of[stage]
         reads, writes = effects(kind, stage, keeps, self.context, among)
         read: list[tuple[int, int]] = []
         for wire in reads:
@@ -237,12 +223,11 @@ class _Calls:
             for to in sorted(self.readers[wire])
             if to != lane
         ]
-        return Call(
-            kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends)
-        )
+        written = tuple(map(self._number, writes))
+        return Call(kind, stage, lane, keeps, tuple(read), written, tuple(sends), first)
 
 
-def _levels(
+def _pool_sizes(
     calls: list[Call],
     wires: list[Wire],
     order: list[int],
@@ -254,45 +239,28 @@ def _levels(
 
     Values that the first action of a pair has read stay until the second action ends.
     """
-    readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
-    # If several calls read a value, the first and the last reader depend on the microbatch, so such
-    # values are followed one by one.
-    shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
-    again = set[tuple[int, int]]()
-    if any(shared):
-        again = read_again(calls, wires, order, count, {lane for _, lane, _ in pools})
-    there: set[tuple[int, int]] = set()
-    alone = [
-        [pool for read in call.reads for pool in read[1:] if readers[read] == 1] for call in calls
-    ]
-    comes = [[(pool, 1) for pool in row if pools[pool][0] == CALLER] for row in alone]
-    goes = [
-        [(pool, -1) for pool in row] + [(pool, 1) for _, _, pool in call.sends]
-        for row, call in zip(alone, calls, strict=True)
-    ]
-    moves = [come + go for come, go in zip(comes, goes, strict=True)]
+    again = read_again(calls, wires, order, count)
+    reads = [[(wire, pool) for wire, pool in call.reads if pool >= 0] for call in calls]
+    sends = [[pool for _, _, pool in call.sends] for call in calls]
     live, most = [0] * len(pools), [0] * len(pools)
-    late: list[tuple[int, int]] = []
+    fetched: set[tuple[int, int, int]] = set()  # values of the caller that are read again
+    leaving: list[int] = []
     for position, code in enumerate(order):
-        number = code // count
-        steps = moves[number]
-        if shared[number]:
-            read = [(wire * count + code % count, pool) for wire, pool in shared[number]]
-            come = [
-                arrival
-                for arrival in read
-                if pools[arrival[1]][0] == CALLER and arrival not in there
-            ]
-            there.update(come)
-            gone = [(pool, -1) for wire, pool in shared[number] if (position, wire) not in again]
-            steps = [*comes[number], *((pool, 1) for _, pool in come), *gone, *goes[number]]
-        if late:
-            steps, late = [*steps, *late], []
-        if pairs and code in pairs:
-            late = [step for step in steps if step[1] < 0]
-            steps = [step for step in steps if step[1] > 0]
-        for pool, change in steps:
-            live[pool] = now = live[pool] + change
-            if now > most[pool]:
-                most[pool] = now
+        number, piece = divmod(code, count)
+        arriving = [*sends[number]]
+        for wire, pool in reads[number]:
+            # A lane fetches a value of the caller when an action first reads the value.
+            if pools[pool][0] == CALLER and (wire, piece, pool) not in fetched:
+                arriving.append(pool)
+            if (position, wire) in again:
+                fetched.add((wire, piece, pool))
+            else:
+                leaving.append(pool)
+        for pool in arriving:
+            live[pool] += 1
+            most[pool] = max(most[pool], live[pool])
+        if code not in pairs:
+            for pool in leaving:
+                live[pool] -= 1
+            leaving.clear()
     return most
