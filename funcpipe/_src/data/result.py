@@ -26,14 +26,13 @@ from funcpipe._src.core.shown import (
     some,
 )
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable
-from funcpipe._src.data.arrows import Arrow
 from funcpipe._src.data.cost import Cost, PerStage
 from funcpipe._src.data.exchange import Exchange, alone
 from funcpipe._src.data.kinds import MOVES, Kind
 from funcpipe._src.data.measured_cost import cost_of
 from funcpipe._src.data.overlapping import time_worked
 from funcpipe._src.data.schedule import Action
-from funcpipe._src.data.trace import chrome_trace
+from funcpipe._src.data.trace import Arrow, chrome_trace
 
 NEGLIGIBLE = 0.01
 """Pictures and reports do not mention smaller imbalances."""

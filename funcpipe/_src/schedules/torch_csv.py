@@ -137,7 +137,7 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
                 )
             else:
                 words.append(cell)
-        order = read_actions(words, f"row {row}", known=known, fault=faults.append)
+        order = read_actions(words, f"row {row}", known, faults)
         orders.append(order)
         pairs |= {(order[at], order[at + 1]) for at in places if len(order) == len(words)}
     raise_all(

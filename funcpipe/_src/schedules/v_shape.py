@@ -298,13 +298,7 @@ def _half_block(device: int, devices: int) -> Block:
 
 
 def _min_block(device: int, devices: int) -> Block:
-    gap = 0 if devices % 3 else 2
-    return (
-        device,
-        2 * devices - 1 - device,
-        2 * devices + gap + device,
-        4 * devices + gap - 1 - device,
-    )
+    return _adaptive_block(device, devices, slow=devices, gap=0 if devices % 3 else 2)
 
 
 def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
