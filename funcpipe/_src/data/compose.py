@@ -55,14 +55,10 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         for pop_name in part.pop:
             (popped.add if pop_name in inside else outside.setdefault)(pop_name)
         for stash_name in (*part.stash, *part.offers):
-            faults += (
-                [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
-            )
-            faults += (
-                [f"{part.name!r} stashes {stash_name!r} after it was popped"]
-                if stash_name in outside
-                else []
-            )
+            if stash_name in inside:
+                faults.append(f"{part.name!r} stashes {stash_name!r} again")
+            if stash_name in outside:
+                faults.append(f"{part.name!r} stashes {stash_name!r} after it was popped")
             inside.add(stash_name)
     raise_all("stash and pop do not match inside compose:", faults)
     offered = {name for part in stages for name in part.offers} | popped

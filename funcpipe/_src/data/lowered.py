@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from funcpipe._src.core.packed import Packed
 from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import guarded, line
-from funcpipe._src.data.kinds import COUNTED, ONCE
+from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.program import (
     CALLER,
     FROM,
@@ -95,17 +95,19 @@ class Lowered:
         replicas with more microbatches run the same U and must meet. (`Schedule.first` drops unused
         U.) Pools need no more slots than for all microbatches, so their sizes stay.
         """
-        before, count = self.num_pieces, num_microbatches * self.num_slices
-        limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
-        calls, turns = _renumbered(self.calls, before, count)
+        before, after = self.num_pieces, num_microbatches * self.num_slices
+        calls, turns = [*self.calls], dict[tuple[int, int], int]()
 
         def kept(code: int) -> int | None:
             number, piece = divmod(code, before)
             call = self.calls[number]
             if call.kind in COUNTED:
-                turn, piece = divmod(call.first + piece, count)
-                return turns[call.stage, turn] * count + piece
-            return number * count + piece if piece < limits[number] else None
+                # A call has as many U as there are pieces, so these U may need more calls.
+                turn, piece = divmod(call.first + piece, after)
+                number = turns.setdefault((call.stage, turn), len(calls))
+                if number == len(calls):
+                    calls.append(call._replace(first=turn * after))
+            return number * after + piece if piece < after else None
 
         codes = [kept(code) for code in self.order]
         # A pair stays a pair only if both of its actions are kept.
@@ -114,10 +116,12 @@ class Lowered:
             for code, pair in zip(self.order, pairwise(codes), strict=False)
             if code in self.pairs
         )
-        order = Packed(code for code in codes if code is not None)
-        joined = frozenset(one for one, other in pairs if one is not None and other is not None)
         return replace(
-            self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined
+            self,
+            num_microbatches=num_microbatches,
+            calls=tuple(calls),
+            order=Packed(code for code in codes if code is not None),
+            pairs=frozenset(one for one, other in pairs if None not in (one, other)),
         )
 
     @cached_property
@@ -145,24 +149,6 @@ class Lowered:
         """Yield all instructions as text, in plan order, each after the number of its lane."""
         for lane, words in _in_turn(self, [program.lines() for program in self.lanes]):
             yield f"{lane}: {words}"
-
-
-def _renumbered(
-    calls: Sequence[Call], before: int, after: int
-) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
-    """Adapt calls to fewer pieces.
-
-    Counted actions (U) of one call may need several calls afterwards: call number ``turn`` has the
-    numbers from ``turn * after``. Returns the calls, and their indices by (stage, turn).
-    """
-    out, turns = list(calls), dict[tuple[int, int], int]()
-    for call in calls:
-        if call.kind in COUNTED:
-            for turn in range(call.first // after, (call.first + before - 1) // after + 1):
-                if (call.stage, turn) not in turns:
-                    turns[call.stage, turn] = len(out)
-                    out.append(call._replace(first=turn * after))
-    return tuple(out), turns
 
 
 _T = TypeVar("_T")

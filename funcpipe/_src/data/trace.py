@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcpipe._src.core.shown import some
-from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Kind, Resource
+from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Kind
 from funcpipe._src.data.program import CALLER, Call, Role
 from funcpipe._src.data.schedule import Action
 
@@ -68,15 +68,16 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         for span in timeline.spans
         if span.action.kind in MOVES
     }
-    links: dict[tuple[int, Resource], int] = {}
-    for device in devices:
-        for place, link in enumerate(
-            LINKS
-        ):  # threads of their own, since the device works meanwhile
-            if (device, link) in moved:
-                links[device, link] = timeline.num_devices + len(LINKS) * device + place
-                name = f"device {device} {link.value}"
-                events += _thread(links[device, link], name, _RANKS * device + 1 + place)
+    # Links have threads of their own, since the device works meanwhile.
+    links = {
+        (device, link): timeline.num_devices + len(LINKS) * device + place
+        for device in devices
+        for place, link in enumerate(LINKS)
+        if (device, link) in moved
+    }
+    for (device, link), thread in links.items():
+        place = _RANKS * device + 1 + LINKS.index(link)
+        events += _thread(thread, f"device {device} {link.value}", place)
     rows: dict[Action, int] = {}
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch, number = action
@@ -93,16 +94,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     events += _arrows(timeline, rows, scale)
     for device, steps in enumerate(timeline.memory):
         # A counter shows the last of several values at one time, so only that one is written.
-        for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
-            if following is None or following[0] != time:
-                events.append(
-                    _event(
-                        "C",
-                        name=f"memory of device {device}",
-                        ts=time * scale,
-                        args={"held": amount},
-                    )
-                )
+        for time, amount in dict(steps).items():
+            name, args = f"memory of device {device}", {"held": amount}
+            events.append(_event("C", name=name, ts=time * scale, args=args))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

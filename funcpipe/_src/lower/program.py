@@ -19,17 +19,16 @@ from funcpipe._src.core.packed import Packed
 from funcpipe._src.data.kinds import MOVES, Kind
 from funcpipe._src.data.lowered import TAKEN, Lowered, read_again
 from funcpipe._src.data.program import CALLER, Call, Pool, Role, Wire
-from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.data.schedule import Action, Schedule
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe._src.lower.skips import routes
-from funcpipe._src.schedules.clock import CODED, B, F, I, R, coded
 from funcpipe._src.schedules.legal import examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED, Role.CARRY_IN)
 _FIRST = (Kind.F, *MOVES)
-_CARRYING = frozenset({F, B, I, R})
-"""The codes of the kinds that read and write carries, or gradients of carries."""
+_CARRYING = frozenset({Kind.F, Kind.B, Kind.I, Kind.R})
+"""The kinds that read and write carries, or gradients of carries."""
 
 
 def lower(
@@ -153,44 +152,42 @@ class _Calls:
         """
         schedule = self.schedule
         count, slices = schedule.num_pieces, schedule.num_slices
-        actions = [*chain.from_iterable(coded(schedule.orders, slices))]
-        rematted = {(stage, piece) for kind, stage, piece in actions if kind == R}
+        actions = [*chain.from_iterable(schedule.orders)]
+        rematted = {action[1:] for action in actions if action.kind is Kind.R}
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
         carries = [part.carry and slices > 1 for part in self.context.stages]
-        joined = self._joined()
-        bases: dict[tuple[int, int, int, bool, Among], int] = {}  # the first code of each call
+        bases: dict[tuple[Kind, int, int, bool, Among], int] = {}  # the first code of each call
         pairs: set[int] = set()
         out: list[int] = []
         for number in plan_order:
-            kind, stage, piece = actions[number]
+            action = actions[number]
+            kind, stage, piece, part = action
+            if part is not None:
+                piece = piece * slices + part
             # A U whose number exceeds the number of pieces belongs to a later turn, which is
             # another call. Other kinds have only turn 0.
             turn, piece = divmod(piece, count)
-            keeps = kind != F or (schedule.has_backward and (stage, piece) not in rematted)
+            keeps = kind is not Kind.F or (schedule.has_backward and action[1:] not in rematted)
             among = places[piece % slices] if carries[stage] and kind in _CARRYING else ALONE
             key = kind, stage, turn, keeps, among
             base = bases.get(key)
             if base is None:
                 base = bases[key] = count * len(self.calls)
-                self.calls.append(self._call(CODED[kind], stage, turn * count, keeps, among))
+                self.calls.append(self._call(kind, stage, turn * count, keeps, among))
             out.append(base + piece)
-            if number in joined:
+            if schedule.pairs and self._overlap(*actions[number : number + 2]):
                 pairs.add(base + piece)
         return out, pairs
 
-    def _joined(self) -> set[int]:
-        """Return the numbers of the actions that overlap with their successor, counted device by
-        device."""
-        joined: set[int] = set()
-        first = 0
-        for order in self.schedule.orders:
-            for at in self.schedule.joined(order):
-                kinds = {order[at].kind, order[at + 1].kind}
-                # In a vjp, a pair of a forward and a backward would be split over both halves.
-                if not self.context.inputs or Kind.F not in kinds or len(kinds) == 1:
-                    joined.add(first + at)
-            first += len(order)
-        return joined
+    def _overlap(self, first: Action, second: Action | None = None) -> bool:
+        """Return whether an action overlaps with its successor.
+
+        In a vjp, a pair of a forward and a backward would be split over both halves.
+        """
+        if second is None or (first, second) not in self.schedule.pairs:
+            return False
+        kinds = {first.kind, second.kind}
+        return not self.context.inputs or Kind.F not in kinds or len(kinds) == 1
 
     def _number(self, wire: Wire) -> int:
         return self.wires.setdefault(wire, len(self.wires))

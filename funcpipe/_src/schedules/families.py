@@ -269,17 +269,13 @@ def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
         for microbatch in range(microbatches):
             round_, position = divmod(microbatch, group)
             begin = 2 * (share * group * round_ + position)
-            turn = (
-                begin + 2 * (share - 1) * group + 2 * devices - 1 - device
-            )  # B of the device's last stage
+            # The slot of B in the device's last stage.
+            turn = begin + 2 * (share - 1) * group + 2 * devices - 1 - device
             for local in range(share):
-                stage = local * devices + device
-                slots.append(
-                    (begin + 2 * local * group + device, Action(Kind.F, stage, microbatch))
-                )
-                slots.append(
-                    (turn + 2 * group * (share - 1 - local), Action(Kind.B, stage, microbatch))
-                )
+                forward = Action(Kind.F, local * devices + device, microbatch)
+                slots.append((begin + 2 * local * group + device, forward))
+                backward = forward._replace(kind=Kind.B)
+                slots.append((turn + 2 * group * (share - 1 - local), backward))
         orders.append(tuple(action for _, action in sorted(slots, key=itemgetter(0))))
     return Schedule(tuple(orders), f"GIS-{group}")
 

@@ -8,7 +8,8 @@ form is `Schedule.parse` and `str`; torch's CSV is in `torch_csv`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
@@ -173,21 +174,17 @@ def _schedule(data: dict[str, Any], faults: list[str]) -> Schedule:
         faults.append("orders: missing")
     elif not isinstance(rows, list):
         faults.append(f"orders: a list; got {shown(rows)}")
-    known: dict[str, Action] = {}
-    orders: list[tuple[Action, ...]] = []
-    pairs: set[Pair] = set()
-    for at, row in enumerate(cast("list[Any]", rows) if isinstance(rows, list) else ()):
-        if not isinstance(row, str):
+    texts: dict[str, Iterator[tuple[str, ...]]] = {}
+    for at, row in enumerate(rows if isinstance(rows, list) else ()):
+        if isinstance(row, str):
+            texts[f"orders[{at}]"] = words_of(row)
+        else:
             faults.append(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
-            continue
-        read = [read_actions(words, f"orders[{at}]", known, faults) for words in words_of(row)]
-        orders.append(tuple(action for group in read for action in group))
-        pairs |= {(group[0], group[1]) for group in read if len(group) == 2}
     # Names appear in pictures, so they must not move a terminal's cursor.
     if not isinstance(name, str) or len(name) > _MOST_LETTERS or not name.isprintable():
         words = f"a text of at most {_MOST_LETTERS} letters that print"
         faults.append(f"name: {words}; got {shown(name)}")
-    return Schedule(tuple(orders), cast("str", name), frozenset(pairs))
+    return read_schedule(texts, cast("str", name), faults)
 
 
 def _cost(data: dict[str, Any], faults: list[str]) -> Cost:
@@ -236,24 +233,37 @@ def _unknown(data: dict[str, Any], fields: Sequence[str]) -> list[str]:
     ]
 
 
-def read_actions(
-    words: Sequence[str], place: str, known: dict[str, Action], faults: list[str]
-) -> tuple[Action, ...]:
-    """Read words as actions. ``known`` caches each word: a file repeats few words many times."""
-    actions: list[Action] = []
-    for word in words:
-        action = known.get(word)
-        if action is None:
+def read_schedule(
+    rows: Mapping[str, Iterable[Sequence[str]]], name: str, faults: list[str]
+) -> Schedule:
+    """Read the orders of a schedule. Words that are not actions are faults.
+
+    Args:
+        rows: for each device, by its place in the text: single words, and pairs of words.
+        name: the name of the schedule.
+        faults: the list to which faults are added.
+    """
+    known: dict[str, Action] = {}  # a file repeats few words many times
+
+    def read(word: str, place: str) -> list[Action]:
+        if word not in known:
             if not is_word(word):
                 faults.append(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
-                continue
+                return []
             action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
                 faults.append(f"{place}: {word}: stages and microbatches must be below {_MOST}")
-                continue
+                return []
             known[word] = action
-        actions.append(action)
-    return tuple(actions)
+        return [known[word]]
+
+    orders: list[tuple[Action, ...]] = []
+    pairs: set[Pair] = set()
+    for place, groups in rows.items():
+        found = [[action for word in group for action in read(word, place)] for group in groups]
+        orders.append(tuple(chain.from_iterable(found)))
+        pairs |= {(group[0], group[1]) for group in found if len(group) == 2}
+    return Schedule(tuple(orders), name, frozenset(pairs))
 
 
 def _is_index(value: Any) -> bool:
