@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -167,10 +167,14 @@ def expand(program: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
     count, order = program.num_pieces, program.order
     again = read_again(program.calls, program.wires, order, count)
     arrivals = _arrivals(program, again)
-    used = dict.fromkeys(
-        [code // count for code in order]
-    )  # calls, in the order of their first use
-    writers = {lane: _Writer(program, lane, used, again, arrivals) for lane in lanes}
+    read: dict[int, set[int]] = defaultdict(set)  # the wires that each lane reads
+    for call in program.calls:
+        read[call.lane].update(wire for wire, _ in call.reads)
+    writers = {lane: _Writer(program, lane, read[lane], again, arrivals) for lane in lanes}
+    # A lane numbers its calls in the order of their first use.
+    for number in dict.fromkeys([code // count for code in order]):
+        if writer := writers.get(program.calls[number].lane):
+            writer.add(number)
     writer_of = [writers.get(call.lane) for call in program.calls]
     for position, code in enumerate(order):
         writer = writer_of[code // count]
@@ -195,8 +199,7 @@ def read_again(
 ) -> set[tuple[int, int]]:
     """Find the reads whose value a later action of the same lane reads again.
 
-    Such a read must not free the value. A residual that comes back from the host is a new value:
-    its write ends the search.
+    Such a read must not free the value. A residual that comes back from the host is a new value.
 
     Returns:
         (position in the order, wire) of each such read.
@@ -216,16 +219,17 @@ def read_again(
     ]
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
-    later: set[tuple[int, int, int]] = set()
-    # Backwards through the order: `later` has the values that are read after this position.
-    for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
+    latest: dict[tuple[int, int, int], int] = {}  # the position of the latest read of each value
+    for position, code in enumerate(order):
         number, piece = divmod(code, num_pieces)
         lane = calls[number].lane
-        later.difference_update([(lane, wire, piece) for wire in writes[number]])
         for wire, shift in reads[number]:
-            if (lane, wire, piece + shift) in later:
-                again.add((position, wire))
-            later.add((lane, wire, piece + shift))
+            value = lane, wire, piece + shift
+            if value in latest:
+                again.add((latest[value], wire))
+            latest[value] = position
+        for wire in writes[number]:
+            latest.pop((lane, wire, piece), None)
     return again
 
 
@@ -273,14 +277,13 @@ class _Writer:
         self,
         program: Lowered,
         lane: int,
-        used: Iterable[int],
+        read: set[int],
         again: set[tuple[int, int]],
         arrivals: Sequence[dict[int, int]],
     ) -> None:
         self.program, self.lane, self.again, self.arrivals = program, lane, again, arrivals
-        self.own = [number for number in used if program.calls[number].lane == lane]
-        read = {wire for call in program.calls if call.lane == lane for wire, _ in call.reads}
-        self.calls = {number: self._call(at, number, read) for at, number in enumerate(self.own)}
+        self.read = read  # the wires that actions of the lane read
+        self.calls: dict[int, _LaneCall] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
         self.pairs: list[int] = []
@@ -300,22 +303,26 @@ class _Writer:
         for slot, use in enumerate(self.slots):
             self.spare[use].append(slot)
 
-    def _call(self, at: int, number: int, read: set[int]) -> _LaneCall:
-        """Collect the facts of a call that are the same for all its pieces."""
-        pools, count = self.program.pools, self.program.num_pieces
-        call, roles = self.program.calls[number], [wire.role for wire in self.program.wires]
-        reads = [(wire, pool, wire * count + FROM.get(roles[wire], 0)) for wire, pool in call.reads]
-        return _LaneCall(
-            at,
-            [
-                (value, Slot(self.lane if pool < 0 else pools[pool].source, roles[wire]))
+    def add(self, number: int) -> None:
+        """Add a call: collect the facts that are the same for all its pieces."""
+        pools, wires, count = self.program.pools, self.program.wires, self.program.num_pieces
+        call = self.program.calls[number]
+        reads = [
+            (wire, pool, wire * count + FROM.get(wires[wire].role, 0)) for wire, pool in call.reads
+        ]
+        taken = [wire for wire in call.writes if wires[wire].role in TAKEN]
+        unread = [wire for wire in call.writes if wire not in self.read and wire not in taken]
+        self.calls[number] = _LaneCall(
+            number=len(self.calls),
+            reads=[
+                (value, Slot(self.lane if pool < 0 else pools[pool].source, wires[wire].role))
                 for wire, pool, value in reads
             ],
-            [(wire, value) for wire, _, value in reads if roles[wire] not in TAKEN],
-            [(wire * count, Slot(self.lane, roles[wire])) for wire in call.writes],
-            [(wire * count, to) for wire, to, _ in call.sends],
-            [wire * count for wire in call.writes if roles[wire] in TAKEN],
-            [wire * count for wire in call.writes if wire not in read and roles[wire] not in TAKEN],
+            frees=[(wire, value) for wire, _, value in reads if wires[wire].role not in TAKEN],
+            writes=[(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes],
+            sends=[(wire * count, to) for wire, to, _ in call.sends],
+            taken=[wire * count for wire in taken],
+            unread=[wire * count for wire in unread],
         )
 
     def write(self, position: int, code: int, after: int | None) -> None:
@@ -391,7 +398,7 @@ class _Writer:
             program.num_microbatches,
             program.num_slices,
             program.wires,
-            tuple(program.calls[number] for number in self.own),
+            tuple(program.calls[number] for number in self.calls),
             tuple(self.slots),
             tuple(self.instructions),
             tuple(self.ends),

@@ -403,15 +403,16 @@ def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
     actions.
     """
     listed = isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping))
-    rows: list[Any] = [*orders] if listed else [orders]
-    for row in rows:
+    rows: list[tuple[Any, ...]] = []
+    for row in orders if listed else [orders]:
         if isinstance(row, (str, Mapping, Action)) or not isinstance(row, Iterable):
             text = isinstance(row, str)
             read = "; Schedule.parse reads text with one line per device" if text else ""
             raise ScheduleError(
                 f"orders must have one tuple of Actions per device; got {type(row).__name__}{read}"
             )
-    return tuple(map(tuple, rows))
+        rows.append(tuple(row))  # at once: a row of a generator may depend on its loop variable
+    return tuple(rows)
 
 
 def _frozen(pairs: Any) -> frozenset[Any]:

@@ -151,7 +151,7 @@ class _Calls:
         A code is ``call * num_pieces + piece`` (see `Lowered.order`).
         """
         schedule = self.schedule
-        count, slices = schedule.num_pieces, schedule.num_slices
+        count, slices, backward = schedule.num_pieces, schedule.num_slices, schedule.has_backward
         actions = [*chain.from_iterable(schedule.orders)]
         rematted = {action[1:] for action in actions if action.kind is Kind.R}
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
@@ -167,7 +167,7 @@ class _Calls:
             # A U whose number exceeds the number of pieces belongs to a later turn, which is
             # another call. Other kinds have only turn 0.
             turn, piece = divmod(piece, count)
-            keeps = kind is not Kind.F or (schedule.has_backward and action[1:] not in rematted)
+            keeps = kind is not Kind.F or (backward and action[1:] not in rematted)
             among = places[piece % slices] if carries[stage] and kind in _CARRYING else ALONE
             key = kind, stage, turn, keeps, among
             base = bases.get(key)

@@ -50,11 +50,8 @@ def to_json(thing: Schedule | Cost) -> str:
             NaN, indices below 0, or names that do not print.
     """
     if not isinstance(thing, (Schedule, Cost)):
-        hint = (
-            "; for a plan: fp.schedules.to_json(plan.schedule)"
-            if hasattr(thing, "schedule")
-            else ""
-        )
+        is_plan = hasattr(thing, "schedule")
+        hint = "; for a plan: fp.schedules.to_json(plan.schedule)" if is_plan else ""
         raise ScheduleError(
             f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}"
         )

@@ -25,7 +25,7 @@ from funcpipe._src.data.kinds import (
     Kind,
     flowing,
 )
-from funcpipe._src.data.schedule import Action, Schedule, action_of, select
+from funcpipe._src.data.schedule import Action, Schedule, action_of
 from funcpipe._src.schedules.clock import CODE, CODED, chain, clock, coded
 from funcpipe._src.schedules.pairs import apart, joined_units
 
@@ -174,6 +174,7 @@ def _show(action: Any) -> str:
 
 def _stage_faults(schedule: Schedule) -> Iterator[str]:
     """Yield the faults of stages: actions on two devices, and a wrong order of G, S and U."""
+    device_of = schedule.device_of
     once: dict[int, Action] = {}  # by stage, its latest G or S, which need all gradients
     gathers = Counter[int]()  # by stage, the number of its U so far
     begun: dict[int, Action] = {}  # by stage, its first action but U
@@ -181,13 +182,13 @@ def _stage_faults(schedule: Schedule) -> Iterator[str]:
     for device, order in enumerate(schedule.orders):
         for action in order:
             kind, stage, microbatch, _ = action
-            if schedule.device_of[stage] != device:
+            if device_of[stage] != device:
                 yield (
                     f"{action} on device {device}: stage {stage} is on device "
-                    f"{schedule.device_of[stage]} too; a stage runs on one device"
+                    f"{device_of[stage]} too; a stage runs on one device"
                 )
-            name = f"{action} on device {device}" if kind in WHOLE else ""
             if kind in COUNTED:
+                name = f"{action} on device {device}"
                 if stage in once:
                     yield f"{name} comes after {once[stage]}, after which its stage does not compute"
                 elif microbatch != gathers[stage]:
@@ -203,17 +204,23 @@ def _stage_faults(schedule: Schedule) -> Iterator[str]:
                 idle[stage] = f"{name} is not needed: stage {stage} does not compute"
                 continue
             begun.setdefault(stage, action)
-            if kind in COMPUTES:
-                idle.pop(stage, None)
-            latest = once.get(stage)
-            # G comes before S, and both come after all gradients.
-            follows = [*ADDS, *ONCE[: ONCE.index(latest.kind)]] if latest is not None else ()
-            if kind in follows:
-                yield f"{action} on device {device} comes after {latest}, which needs all gradients"
+            if stage in idle and kind in COMPUTES:
+                del idle[stage]
+            if stage in once:
+                latest = once[stage]
+                # G comes before S, and both come after all gradients.
+                if kind in (*ADDS, *ONCE[: ONCE.index(latest.kind)]):
+                    yield (
+                        f"{action} on device {device} comes after {latest}, which needs all "
+                        "gradients"
+                    )
             if kind in ONCE:
                 once[stage] = action
                 if microbatch:
-                    yield f"{name} has a microbatch ({microbatch}), but runs once per batch"
+                    yield (
+                        f"{action} on device {device} has a microbatch ({microbatch}), but runs "
+                        "once per batch"
+                    )
     yield from (f"{words} after it; leave it out" for words in idle.values())
     yield from (
         f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none"
@@ -240,15 +247,15 @@ def _order_faults(
             if done[code][at]:
                 found.append("appears twice")
             done[code][at] = 1
-            awaited = [other for other, row in needed[code] if not row[at]]
-            if not awaited:
+            awaited = next((other for other, row in needed[code] if not row[at]), None)
+            if awaited is None:
                 # F needs no such rule: a backward that comes before its F is too early.
                 if KINDS[kind].before_backward and any(row[at] for row in backwards):
                     found.append(f"comes too late: {kind} must come before the backward")
             # If the awaited action does not appear at all, it is reported as missing instead.
-            elif (CODE[awaited[0]], stage, microbatch) in stands:
-                first = awaited[0] is Kind.F
-                rule = "F must come first" if first else f"{kind} must come after {awaited[0]}"
+            elif (CODE[awaited], stage, microbatch) in stands:
+                first = awaited is Kind.F
+                rule = "F must come first" if first else f"{kind} must come after {awaited}"
                 found.append(f"comes too early: {rule}")
             if slices > 1:
                 found += _out_of_turn(kind, stage, microbatch, slices, done, at)
@@ -317,8 +324,8 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
 
 def _gaps(schedule: Schedule) -> list[str]:
     """Return a fault for each gap in the numbers: they were counted from 1, or mistyped."""
-    orders = select(schedule.orders, lambda action: action.kind not in COUNTED)
-    columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
+    numbered = [a for order in schedule.orders for a in order if a.kind not in COUNTED]
+    columns = [*zip(*numbered, strict=True)][1:]
     faults: list[str] = []
     for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):
         present = sorted({number or 0 for number in column})

@@ -42,11 +42,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     """
     check(schedule)
     kinds = {action.kind for order in schedule.orders for action in order}
-    alike = [
-        pair
-        for pair in schedule.pairs
-        if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
-    ]
+    alike = [pair for pair in schedule.pairs if [a.kind for a in pair].count(Kind.F) != 1]
     reasons = {
         "it has no backwards: torch has no forward-only schedules; evaluate with torch's "
         "`schedule.eval`": not schedule.has_backward,
