@@ -165,7 +165,7 @@ def _in_turn(lowered: Lowered, lanes: Sequence[Iterator[_T]]) -> Iterator[tuple[
 def expand(program: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
     """Build the programs of some lanes."""
     count, order = program.num_pieces, program.order
-    again = read_again(program.calls, program.wires, order, count)
+    again = read_again(program)
     arrivals = _arrivals(program, again)
     read: dict[int, set[int]] = defaultdict(set)  # the wires that each lane reads
     for call in program.calls:
@@ -194,9 +194,7 @@ def slots_of(pools: Sequence[Pool]) -> list[range]:
     return out
 
 
-def read_again(
-    calls: Sequence[Call], wires: Sequence[Wire], order: Sequence[int], num_pieces: int
-) -> set[tuple[int, int]]:
+def read_again(program: Lowered) -> set[tuple[int, int]]:
     """Find the reads whose value a later action of the same lane reads again.
 
     Such a read must not free the value. A residual that comes back from the host is a new value.
@@ -204,6 +202,7 @@ def read_again(
     Returns:
         (position in the order, wire) of each such read.
     """
+    calls, wires = program.calls, program.wires
     readers = Counter((call.lane, wire) for call in calls for wire, _ in call.reads)
     # Only values with several readers on one lane can be read again. Most programs have none.
     shared = {place for place, number in readers.items() if number > 1}
@@ -220,8 +219,8 @@ def read_again(
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
     latest: dict[tuple[int, int, int], int] = {}  # the position of the latest read of each value
-    for position, code in enumerate(order):
-        number, piece = divmod(code, num_pieces)
+    for position, code in enumerate(program.order):
+        number, piece = divmod(code, program.num_pieces)
         lane = calls[number].lane
         for wire, shift in reads[number]:
             value = lane, wire, piece + shift

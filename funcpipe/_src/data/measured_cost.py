@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from funcpipe._src.data.cost import Cost, PerStage, rows_of
 from funcpipe._src.data.kinds import ADDS, COMPUTES, MOVES, Kind
@@ -21,23 +21,18 @@ if TYPE_CHECKING:
 _PASSES = 30  # the passes of `_factors`
 
 
-class Handover(NamedTuple):
-    """The time between actions of a measured timeline."""
-
-    # By kind and stage, the time between the previous action of the device and the action, if the
-    # action did not have to wait for a value.
-    host: Mapping[tuple[Kind, int], float]
-    # The time from the end of an action to the start of an action on another device that waited for
-    # it, without the host time. None: no action waited.
-    hop: float | None
-
-
-def handover_of(spans: Iterable[Span]) -> Handover:
+def _handover(spans: Iterable[Span]) -> tuple[dict[tuple[Kind, int], float], float | None]:
     """Return the median times between the actions of a timeline.
 
     Skips actions that overlap with another action, and actions that waited for a link of their own
     device. Does not recognize a wait for a skip or for a slot. If no two spans overlap, one thread
     ran all devices: gaps are then counted between the actions of this thread.
+
+    Returns:
+        By kind and stage, the host time: the time between the previous action of the device and the
+        action, if the action did not have to wait for a value. And the time of a hop: from the end
+        of an action to the start of an action on another device that waited for it, without the
+        host time. None: no action waited.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
@@ -69,14 +64,13 @@ def handover_of(spans: Iterable[Span]) -> Handover:
                 gaps[key].append(max(0.0, start - before))
         free[thread] = max(before, end)
     host = {key: median(values) for key, values in gaps.items()}
-    return Handover(
-        host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None
-    )
+    waited = [max(0.0, hop - host.get(key, 0.0)) for key, hop in hops]
+    return host, median(waited) if waited else None
 
 
 def cost_of(timeline: Timeline, *, handover: bool, microbatches: bool) -> Cost:
     """Compute the result of `Timeline.cost`."""
-    host, hop = handover_of(timeline.spans) if handover else Handover({}, None)
+    host, hop = _handover(timeline.spans) if handover else ({}, None)
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     spans = without_pairs(timeline.spans)
     lasted = {

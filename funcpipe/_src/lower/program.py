@@ -11,7 +11,8 @@ plan order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from funcpipe._src.core.errors import PlanError, raise_all
@@ -66,63 +67,55 @@ def lower(
         if len(stages) == schedule.num_microbatches:
             mend += "; a schedule takes (num_stages, num_microbatches), which look swapped here"
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
-    if halves:
-        _refuse_mixed(schedule)
     reduced = {
         action.stage for order in schedule.orders for action in order if action.kind is Kind.G
     }
     context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced, carry)
     calls = _Calls(context, schedule)
     order, pairs = calls.order(plan_order)
-    # The order of each lane stays: _refuse_mixed has checked that its forwards come first.
     if halves:
         order = _forwards_first(order, calls.calls, schedule)
-    most = _pool_sizes(
-        calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools], pairs
-    )
-    pools = tuple(
-        Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
-        for key, slots in zip(calls.pools, most, strict=True)
-    )
-    counts = (
+    program = Lowered(
         schedule.num_stages,
         schedule.num_microbatches,
         schedule.num_slices,
         schedule.num_devices,
+        tuple(calls.wires),
+        tuple(calls.calls),
+        Packed(order),
+        tuple(Pool(*key, slots=0) for key in calls.pools),
+        frozenset(pairs),
     )
-    return Lowered(
-        *counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools, frozenset(pairs)
-    )
-
-
-def _refuse_mixed(schedule: Schedule) -> None:
-    """Raise PlanError if a device has a forward after a backward: `vjp` could not split the run."""
-    faults: list[str] = []
-    for device, order in enumerate(schedule.orders):
-        begun = next(
-            (at for at, action in enumerate(order) if action.kind not in _FIRST), len(order)
-        )
-        late = next((action for action in order[begun:] if action.kind is Kind.F), None)
-        if late is not None:
-            faults.append(f"device {device} runs {late} after {order[begun]}")
-    raise_all(
-        "vjp runs all forwards before it knows the cotangents, so no forward may come after a "
-        "backward; use fp.schedules.fill_drain or fp.schedules.looped_bfs:",
-        faults,
-    )
+    pools = [
+        pool._replace(slots=most + (0 if pool.source == CALLER else spare_slots))
+        for pool, most in zip(program.pools, _pool_sizes(program), strict=True)
+    ]
+    return replace(program, pools=tuple(pools))
 
 
 def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:
     """Return the order with the forwards of all lanes first, then the remaining actions.
 
-    The first half of a lane ends with its last forward and the O directly after it.
+    The first half of a lane ends with its last forward and the O directly after it. The order of
+    each lane stays. Raises PlanError if a device has a forward after a backward: `vjp` could not
+    split the run.
     """
     left: list[int] = []
-    for actions in schedule.orders:
+    faults: list[str] = []
+    for device, actions in enumerate(schedule.orders):
         end = 1 + max(at for at, action in enumerate(actions) if action.kind is Kind.F)
+        begun = next((at for at in range(end) if actions[at].kind not in _FIRST), None)
+        if begun is not None:
+            late = next(action for action in actions[begun:] if action.kind is Kind.F)
+            faults.append(f"device {device} runs {late} after {actions[begun]}")
         while end < len(actions) and actions[end].kind is Kind.O:
             end += 1
         left.append(end)
+    raise_all(
+        "vjp runs all forwards before it knows the cotangents, so no forward may come after a "
+        "backward; use fp.schedules.fill_drain or fp.schedules.looped_bfs:",
+        faults,
+    )
     halves: tuple[list[int], list[int]] = ([], [])
     for code in order:
         lane = calls[code // schedule.num_pieces].lane
@@ -224,30 +217,23 @@ class _Calls:
         return Call(kind, stage, lane, keeps, tuple(read), written, tuple(sends), first)
 
 
-def _pool_sizes(
-    calls: list[Call],
-    wires: list[Wire],
-    order: list[int],
-    count: int,
-    pools: Sequence[tuple[int, int, Role]],
-    pairs: Collection[int],
-) -> list[int]:
+def _pool_sizes(program: Lowered) -> list[int]:
     """Return the most values in each pool at a time, in plan order.
 
     Values that the first action of a pair has read stay until the second action ends.
     """
-    again = read_again(calls, wires, order, count)
-    reads = [[(wire, pool) for wire, pool in call.reads if pool >= 0] for call in calls]
-    sends = [[pool for _, _, pool in call.sends] for call in calls]
+    pools, again = program.pools, read_again(program)
+    reads = [[(wire, pool) for wire, pool in call.reads if pool >= 0] for call in program.calls]
+    sends = [[pool for _, _, pool in call.sends] for call in program.calls]
     live, most = [0] * len(pools), [0] * len(pools)
     fetched: set[tuple[int, int, int]] = set()  # values of the caller that are read again
     leaving: list[int] = []
-    for position, code in enumerate(order):
-        number, piece = divmod(code, count)
+    for position, code in enumerate(program.order):
+        number, piece = divmod(code, program.num_pieces)
         arriving = [*sends[number]]
         for wire, pool in reads[number]:
             # A lane fetches a value of the caller when an action first reads the value.
-            if pools[pool][0] == CALLER and (wire, piece, pool) not in fetched:
+            if pools[pool].source == CALLER and (wire, piece, pool) not in fetched:
                 arriving.append(pool)
             if (position, wire) in again:
                 fetched.add((wire, piece, pool))
@@ -256,7 +242,7 @@ def _pool_sizes(
         for pool in arriving:
             live[pool] += 1
             most[pool] = max(most[pool], live[pool])
-        if code not in pairs:
+        if code not in program.pairs:
             for pool in leaving:
                 live[pool] -= 1
             leaving.clear()
