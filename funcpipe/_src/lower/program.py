@@ -160,7 +160,8 @@ class _Calls:
             # A U whose number exceeds the number of pieces belongs to a later turn, which is
             # another call. Other kinds have only turn 0.
             turn, piece = divmod(piece, count)
-            keeps = kind is not Kind.F or (backward and action[1:] not in rematted)
+            again = bool(rematted) and action[1:] in rematted
+            keeps = kind is not Kind.F or (backward and not again)
             among = places[piece % slices] if carries[stage] and kind in _CARRYING else ALONE
             key = kind, stage, turn, keeps, among
             base = bases.get(key)
@@ -223,26 +224,31 @@ def _pool_sizes(program: Lowered) -> list[int]:
     Values that the first action of a pair has read stay until the second action ends.
     """
     pools, again = program.pools, read_again(program)
-    reads = [[(wire, pool) for wire, pool in call.reads if pool >= 0] for call in program.calls]
+    count, pairs = program.num_pieces, program.pairs
+    reads = [
+        [(wire, pool, pools[pool].source == CALLER) for wire, pool in call.reads if pool >= 0]
+        for call in program.calls
+    ]
     sends = [[pool for _, _, pool in call.sends] for call in program.calls]
     live, most = [0] * len(pools), [0] * len(pools)
     fetched: set[tuple[int, int, int]] = set()  # values of the caller that are read again
     leaving: list[int] = []
     for position, code in enumerate(program.order):
-        number, piece = divmod(code, program.num_pieces)
+        number, piece = divmod(code, count)
         arriving = [*sends[number]]
-        for wire, pool in reads[number]:
+        for wire, pool, is_given in reads[number]:
             # A lane fetches a value of the caller when an action first reads the value.
-            if pools[pool].source == CALLER and (wire, piece, pool) not in fetched:
+            if is_given and (wire, piece, pool) not in fetched:
                 arriving.append(pool)
-            if (position, wire) in again:
+            if again and (position, wire) in again:
                 fetched.add((wire, piece, pool))
             else:
                 leaving.append(pool)
         for pool in arriving:
             live[pool] += 1
-            most[pool] = max(most[pool], live[pool])
-        if code not in program.pairs:
+            if live[pool] > most[pool]:
+                most[pool] = live[pool]
+        if code not in pairs:
             for pool in leaving:
                 live[pool] -= 1
             leaving.clear()

@@ -166,22 +166,25 @@ def _constant(text: str) -> Any:
 
 def _schedule(data: dict[str, Any], faults: list[str]) -> Schedule:
     faults += _unknown(data, ("orders", "name"))
-    rows, name = data.get("orders"), data.get("name", "custom")
+    orders, name = data.get("orders"), data.get("name", "custom")
     if "orders" not in data:
         faults.append("orders: missing")
-    elif not isinstance(rows, list):
-        faults.append(f"orders: a list; got {shown(rows)}")
-    texts: dict[str, Iterator[tuple[str, ...]]] = {}
-    for at, row in enumerate(rows if isinstance(rows, list) else ()):
-        if isinstance(row, str):
-            texts[f"orders[{at}]"] = words_of(row)
-        else:
-            faults.append(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
+    elif not isinstance(orders, list):
+        faults.append(f"orders: a list; got {shown(orders)}")
+
+    def rows() -> Iterator[tuple[str, Iterable[tuple[str, ...]]]]:
+        for at, row in enumerate(orders if isinstance(orders, list) else ()):
+            if isinstance(row, str):
+                yield f"orders[{at}]", words_of(row)
+            else:
+                faults.append(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
+
+    schedule = read_schedule(rows(), cast("str", name), faults)
     # Names appear in pictures, so they must not move a terminal's cursor.
     if not isinstance(name, str) or len(name) > _MOST_LETTERS or not name.isprintable():
         words = f"a text of at most {_MOST_LETTERS} letters that print"
         faults.append(f"name: {words}; got {shown(name)}")
-    return read_schedule(texts, cast("str", name), faults)
+    return schedule
 
 
 def _cost(data: dict[str, Any], faults: list[str]) -> Cost:
@@ -231,12 +234,12 @@ def _unknown(data: dict[str, Any], fields: Sequence[str]) -> list[str]:
 
 
 def read_schedule(
-    rows: Mapping[str, Iterable[Sequence[str]]], name: str, faults: list[str]
+    rows: Iterable[tuple[str, Iterable[Sequence[str]]]], name: str, faults: list[str]
 ) -> Schedule:
     """Read the orders of a schedule. Words that are not actions are faults.
 
     Args:
-        rows: for each device, by its place in the text: single words, and pairs of words.
+        rows: for each device its place in the text, and its words: single words and pairs.
         name: the name of the schedule.
         faults: the list to which faults are added.
     """
@@ -256,7 +259,7 @@ def read_schedule(
 
     orders: list[tuple[Action, ...]] = []
     pairs: set[Pair] = set()
-    for place, groups in rows.items():
+    for place, groups in rows:
         found = [[action for word in group for action in read(word, place)] for group in groups]
         orders.append(tuple(chain.from_iterable(found)))
         pairs |= {(group[0], group[1]) for group in found if len(group) == 2}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError, bullets, raise_all
@@ -26,7 +27,8 @@ from funcpipe._src.data.kinds import (
     flowing,
 )
 from funcpipe._src.data.schedule import Action, Schedule, action_of
-from funcpipe._src.schedules.clock import CODE, CODED, chain, clock, coded
+from funcpipe._src.schedules.clock import CODE, CODED, clock, coded
+from funcpipe._src.schedules.clock import chain as neighbours
 from funcpipe._src.schedules.pairs import apart, joined_units
 
 MOST_FAULTS = 20  # the most faults that a message about a schedule lists
@@ -91,7 +93,9 @@ def _examine(schedule: Schedule) -> array[int]:
     refuse(apart(schedule))
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     pairs = joined_units(schedule)
-    starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages), pairs)
+    starts, stuck = clock(
+        lanes, schedule.device_of, microbatches, durations, neighbours(stages), pairs
+    )
     if stuck:
         raise ScheduleError(_waiting(schedule, stuck))
     times = [start for row in starts for start in row]
@@ -122,15 +126,17 @@ def _malformed(schedule: Schedule) -> list[str]:
         ]
     if faults:
         return faults
-    cuttable = [action for order in schedule.orders for action in order if action.kind not in WHOLE]
-    whole = next((action for action in cuttable if action.slice is None), None)
-    cut = next((action for action in cuttable if action.slice is not None), None)
-    if whole is not None and cut is not None:
+    actions = [*chain.from_iterable(schedule.orders)]
+    cut = next((a for a in actions if a.slice is not None), None)
+    if cut is None:
+        return []
+    whole = next((a for a in actions if a.slice is None and a.kind not in WHOLE), None)
+    if whole is not None:
         return [
             f"{whole} is for a whole microbatch, but {cut} is for a slice: cut all microbatches, "
             "or none"
         ]
-    if cut is not None and schedule.num_slices == 1:
+    if schedule.num_slices == 1:
         return [
             f"{cut} is the only slice of its microbatch, so the microbatch is whole: write "
             f"{cut._replace(slice=None)}"

@@ -6,7 +6,7 @@ This format contains computing actions only. JSON and text are in `formats` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.data.kinds import WHOLE, Kind
@@ -99,19 +99,22 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     if not isinstance(text, str):
         raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
     faults: list[str] = []
-    rows: dict[str, list[Sequence[str]]] = {}
-    for number, line in enumerate(text.rstrip().split("\n"), 1):
-        groups = rows[f"row {number}"] = []
-        for cell in filter(None, map(str.strip, line.split(","))):
-            if _NO_ACTION.fullmatch(cell):
-                faults.append(
-                    f"row {number}: {shown(cell)}: funcpipe does not know this action of torch; let "
-                    'torch write the schedule with format="compute_only", which omits it'
-                )
-                continue
-            pair = _PAIR.fullmatch(cell)
-            groups.append([*map(str.strip, pair.groups())] if pair else [cell])
-    schedule = read_schedule(rows, name, faults)
+
+    def rows() -> Iterator[tuple[str, list[Sequence[str]]]]:
+        for number, line in enumerate(text.rstrip().split("\n"), 1):
+            groups: list[Sequence[str]] = []
+            for cell in filter(None, map(str.strip, line.split(","))):
+                if _NO_ACTION.fullmatch(cell):
+                    faults.append(
+                        f"row {number}: {shown(cell)}: funcpipe does not know this action of torch; "
+                        'let torch write the schedule with format="compute_only", which omits it'
+                    )
+                    continue
+                pair = _PAIR.fullmatch(cell)
+                groups.append([*map(str.strip, pair.groups())] if pair else [cell])
+            yield f"row {number}", groups
+
+    schedule = read_schedule(rows(), name, faults)
     raise_all(
         "the text is not a schedule of torch.distributed.pipelining:",
         faults,
