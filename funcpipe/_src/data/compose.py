@@ -55,14 +55,10 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         for pop_name in part.pop:
             (popped.add if pop_name in inside else outside.setdefault)(pop_name)
         for stash_name in (*part.stash, *part.offers):
-            faults += (
-                [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
-            )
-            faults += (
-                [f"{part.name!r} stashes {stash_name!r} after it was popped"]
-                if stash_name in outside
-                else []
-            )
+            if stash_name in inside:
+                faults.append(f"{part.name!r} stashes {stash_name!r} again")
+            if stash_name in outside:
+                faults.append(f"{part.name!r} stashes {stash_name!r} after it was popped")
             inside.add(stash_name)
     raise_all("stash and pop do not match inside compose:", faults)
     offered = {name for part in stages for name in part.offers} | popped
@@ -73,7 +69,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         pop=tuple(outside),
         feeds=tuple(dict.fromkeys(n for part in stages for n in part.feeds)),
         state=any(part.state for part in stages),
-        commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
+        commit=partial(_commit_each, stages) if any(part.commit for part in stages) else None,
         offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
         takes_train=any(part.takes_train for part in stages),
         shares=tuple(
@@ -198,28 +194,21 @@ class _BoundComposition:
             part.release()
 
 
-class _CommitEach:
-    """The commit of a composition: each inner stage commits its own statistics."""
-
-    def __init__(self, stages: tuple[Stage, ...]) -> None:
-        self.stages = stages
-
-    def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-        new = list(state)
-        for index, part in enumerate(self.stages):
-            if part.commit is not None:
-                with _running(part):
-                    new[index] = part.commit(state[index], tuple(row[index] for row in stats))
-        return tuple(new)
+def _commit_each(stages: tuple[Stage, ...], state: Tree, stats: tuple[Tree, ...]) -> Tree:
+    """Let each inner stage commit its own statistics."""
+    new = list(state)
+    for index, part in enumerate(stages):
+        if part.commit is not None:
+            with _running(part):
+                new[index] = part.commit(state[index], tuple(row[index] for row in stats))
+    return tuple(new)
 
 
 def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:
     if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
-        kind = f"a {type(trees).__name__}" + (
-            f" of {len(trees)}" if isinstance(trees, Sequence) else ""
-        )
+        length = f" of {len(trees)}" if isinstance(trees, Sequence) else ""
         names = ", ".join(part.name or "?" for part in stages)
         raise PlanError(
             f"{label} of a composition of {len(stages)} stages ({names}) must be a tuple with one "
-            f"tree per stage; got {kind}"
+            f"tree per stage; got a {type(trees).__name__}{length}"
         )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from statistics import fmean
@@ -158,28 +158,17 @@ class Cost:
     def __post_init__(self) -> None:
         faults: list[str] = []
         for name, value in list(vars(self).items()):
-            if name == "skips":
-                faults += self._take_skips(value)
+            if name in ("skips", "attention", *LENGTHS) or (value is None and name in _OPTIONAL):
                 continue
-            if name in LENGTHS or name == "attention":
-                continue
-            if value is None and name in _OPTIONAL:
-                continue
-            if (
-                isinstance(value, Sequence)
-                and not isinstance(value, (str, bytes))
-                and name != "bandwidth"
-            ):
-                value = tuple(value)
-                object.__setattr__(self, name, value)
-            for number in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
-                if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
-                    faults.append(
-                        f"{name} is a number from "
-                        f"0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
-                    )
-                    break
-        faults += self._take_lengths()
+            numbers, form = (value,), "a number from 0"
+            if name != "bandwidth":
+                form += ", or a sequence of them"
+                if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+                    numbers = tuple(value)
+                    object.__setattr__(self, name, numbers)
+            if not all(map(_is_amount, numbers)):
+                faults.append(f"{name} is {form}; got {getattr(self, name)!r}")
+        faults += self._take_skips(self.skips) + self._take_lengths()
         if self.bandwidth == 0:
             faults.append("bandwidth must be more than 0; give None for no limit")
         faults = faults or self._long_halves() or self._long_links()
@@ -231,15 +220,12 @@ class Cost:
             whole, half = self.backward, getattr(self, name)
             if whole is None or half is None or getattr(self, other) is not None:
                 continue
-            rows = [value for value in (whole, half) if isinstance(value, tuple)]
-            for stage in range(min(map(len, rows), default=1)):
-                all_of_it, part = _pick(whole, stage), _pick(half, stage)
-                if part > all_of_it * (1 + _ROUNDING):
-                    where = f" of stage {stage}" if rows else ""
-                    faults.append(
-                        f"{name}{where} is {part:g}, more than backward, which is {all_of_it:g}; "
-                        f"give {other} too"
-                    )
+            faults += [
+                f"{name}{where} is {_pick(half, stage):g}, more than backward, which is "
+                f"{_pick(whole, stage):g}; give {other} too"
+                for stage, where in _stages(whole, half)
+                if _pick(half, stage) > _pick(whole, stage) * (1 + _ROUNDING)
+            ]
         return faults
 
     def _long_links(self) -> list[str]:
@@ -250,19 +236,13 @@ class Cost:
                 continue
             names = {name for names in row.times for name in names}
             names |= {"backward", *_HALVES} if names & {"backward", *_HALVES} else set[str]()
-            rows = [
-                value
-                for name in (row.link, *names)
-                if isinstance(value := getattr(self, name), tuple)
+            link = getattr(self, row.link)
+            faults += [
+                f"{row.link}{where} is a part of the time of {kind}, which is "
+                f"{self.of(kind, stage):g}; got {_pick(link, stage):g}"
+                for stage, where in _stages(link, *(getattr(self, name) for name in names))
+                if _pick(link, stage) > self.of(kind, stage)
             ]
-            for stage in range(min(map(len, rows), default=1)):
-                link, time = _pick(getattr(self, row.link), stage), self.of(kind, stage)
-                if link > time:
-                    where = f" of stage {stage}" if rows else ""
-                    faults.append(
-                        f"{row.link}{where} is a part of the time of {kind}, which is {time:g}; "
-                        f"got {link:g}"
-                    )
         return faults
 
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
@@ -340,16 +320,7 @@ class Cost:
     def num_stages(self) -> int | None:
         """The number of stages (or layers) of the cost's sequences; None: no field is a
         sequence."""
-        return next((len(row) + (name == "comm") for name, row in self._rows().items()), None)
-
-    def _rows(self) -> dict[str, tuple[float, ...]]:
-        """The fields that are sequences, with one number per stage (``comm``: per hop)."""
-        others = ("skips", *LENGTHS)
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, tuple) and name not in others
-        }
+        return next((len(row) + (name == "comm") for name, row in rows_of(self).items()), None)
 
     def of(self, kind: Kind, stage: int) -> float:
         """Return the time of one action of a kind on a stage, for a whole microbatch of factor 1.
@@ -381,13 +352,8 @@ class Cost:
         given: PerStage | None = getattr(self, name)
         if given is not None:
             return given
-        rows = [
-            value
-            for each in ("backward", *_HALVES)
-            if isinstance(value := getattr(self, each), tuple)
-        ]
-        times = [self._time(name, stage) or 0.0 for stage in range(min(map(len, rows), default=1))]
-        return tuple(times) if rows else times[0]
+        fields = self.backward, self.backward_input, self.backward_weight
+        return _by_stage(lambda stage: self._time(name, stage) or 0.0, *fields)
 
     def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
         """Return the time of two actions that overlap, from their common start to their common end.
@@ -436,14 +402,12 @@ class Cost:
         """
 
         def less(name: str, link: str) -> PerStage | None:
-            value, waits = getattr(self, name), getattr(self, link)
-            if value is None and name in _HALVES and waits:
-                value = self._half(name)
-            if value is None or not (isinstance(value, tuple) or isinstance(waits, tuple)):
-                return None if value is None else value - waits
-            count = max(len(row) for row in (value, waits) if isinstance(row, tuple))
-            pairs = zip(per_stage(value, count), per_stage(waits, count), strict=True)
-            return tuple(time - wait for time, wait in pairs)
+            waits: PerStage = getattr(self, link)
+            halved = name in _HALVES and waits
+            value: PerStage | None = self._half(name) if halved else getattr(self, name)
+            if value is None:
+                return None
+            return _by_stage(lambda stage: _pick(value, stage) - _pick(waits, stage), value, waits)
 
         forward, back = "forward_link", "backward_link"
         times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
@@ -524,7 +488,7 @@ class Cost:
     def check_stages(self, num_stages: int, title: str = "") -> None:
         """Raise ScheduleError if a sequence does not have one number per stage."""
         faults: list[str] = []
-        for name, row in self._rows().items():
+        for name, row in rows_of(self).items():
             if len(row) != num_stages - (name == "comm"):
                 hint = f" (it needs {num_stages - 1}, one per hop)" if name == "comm" else ""
                 faults.append(f"{name} has {len(row)} numbers{hint}")
@@ -537,15 +501,40 @@ class Cost:
         raise_all(title or f"{one} (of layers: cost.group(sizes)):", faults, ScheduleError)
 
 
+def rows_of(cost: Cost) -> dict[str, tuple[float, ...]]:
+    """Return the fields that are sequences, with one number per stage (``comm``: per hop)."""
+    others = ("skips", *LENGTHS)
+    return {
+        name: value
+        for name, value in vars(cost).items()
+        if isinstance(value, tuple) and name not in others
+    }
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < float("inf")
+
+
 def _is_skip(row: tuple[Any, ...]) -> bool:
-    if (
-        len(row) != 3
-        or type(row[0]) is not int
-        or type(row[1]) is not int
-        or not isinstance(row[2], (int, float))
-    ):
+    if len(row) != 3 or type(row[0]) is not int or type(row[1]) is not int:
         return False
-    return 0 <= row[0] < row[1] and 0 <= row[2] < float("inf")
+    return 0 <= row[0] < row[1] and _is_amount(row[2])
+
+
+def _stages(*fields: PerStage | None) -> Iterator[tuple[int, str]]:
+    """Yield each stage that all sequences among the fields have, and its name for messages.
+
+    If no field is a sequence, only stage 0 is yielded, with an empty name.
+    """
+    rows = [field for field in fields if isinstance(field, tuple)]
+    for stage in range(min(map(len, rows), default=1)):
+        yield stage, f" of stage {stage}" if rows else ""
+
+
+def _by_stage(time: Callable[[int], float], *fields: PerStage | None) -> PerStage:
+    """Return ``time(stage)`` for each stage of the fields; one number if none is a sequence."""
+    times = [time(stage) for stage, _ in _stages(*fields)]
+    return tuple(times) if any(isinstance(field, tuple) for field in fields) else times[0]
 
 
 def per_stage(value: PerStage, num_stages: int) -> tuple[float, ...]:

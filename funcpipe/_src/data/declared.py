@@ -25,12 +25,10 @@ def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
 def check_function(fn: Any) -> None:
     """Raise PlanError if an object cannot be the function of a stage."""
     if isinstance(fn, type):
-        example = (
-            f"fp.from_module({fn.__name__}(...))"
-            if hasattr(fn, "named_parameters")
-            else f"fp.stage({fn.__name__}(...))"
+        make = "fp.from_module" if hasattr(fn, "named_parameters") else "fp.stage"
+        raise PlanError(
+            f"{fn.__name__} is a class; make a stage from an instance: {make}({fn.__name__}(...))"
         )
-        raise PlanError(f"{fn.__name__} is a class; make a stage from an instance: {example}")
     if hasattr(fn, "named_parameters"):
         raise PlanError(
             f"{type(fn).__name__} is a module, which contains its parameters, but a stage is a "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import guarded, line
-from funcpipe._src.data.kinds import COUNTED, ONCE
+from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.program import (
     CALLER,
     FROM,
@@ -70,12 +70,9 @@ class Lowered:
         counts |= {
             "actions": len(self.order),
             "wires": len(self.wires),
-            "slots between lanes": self._slots(),
+            "slots between lanes": sum(pool.slots for pool in self.pools),
         }
         return line("Lowered", [("", f"{count} {word}") for word, count in counts.items()])
-
-    def _slots(self) -> int:
-        return sum(pool.slots for pool in self.pools)
 
     @cached_property
     def num_pieces(self) -> int:
@@ -99,17 +96,19 @@ class Lowered:
         replicas with more microbatches run the same U and must meet. (`Schedule.first` drops unused
         U.) Pools need no more slots than for all microbatches, so their sizes stay.
         """
-        before, count = self.num_pieces, num_microbatches * self.num_slices
-        limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
-        calls, turns = _renumbered(self.calls, before, count)
+        before, after = self.num_pieces, num_microbatches * self.num_slices
+        calls, turns = [*self.calls], dict[tuple[int, int], int]()
 
         def kept(code: int) -> int | None:
             number, piece = divmod(code, before)
             call = self.calls[number]
             if call.kind in COUNTED:
-                turn, piece = divmod(call.first + piece, count)
-                return turns[call.stage, turn] * count + piece
-            return number * count + piece if piece < limits[number] else None
+                # A call has as many U as there are pieces, so these U may need more calls.
+                turn, piece = divmod(call.first + piece, after)
+                number = turns.setdefault((call.stage, turn), len(calls))
+                if number == len(calls):
+                    calls.append(call._replace(first=turn * after))
+            return number * after + piece if piece < after else None
 
         codes = [kept(code) for code in self.order]
         # A pair stays a pair only if both of its actions are kept.
@@ -118,10 +117,12 @@ class Lowered:
             for code, pair in zip(self.order, pairwise(codes), strict=False)
             if code in self.pairs
         )
-        order = array("i", [code for code in codes if code is not None])
-        joined = frozenset(one for one, other in pairs if one is not None and other is not None)
         return replace(
-            self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined
+            self,
+            num_microbatches=num_microbatches,
+            calls=tuple(calls),
+            order=array("i", [code for code in codes if code is not None]),
+            pairs=frozenset(one for one, other in pairs if None not in (one, other)),
         )
 
     @cached_property
@@ -151,24 +152,6 @@ class Lowered:
             yield f"{lane}: {words}"
 
 
-def _renumbered(
-    calls: Sequence[Call], before: int, after: int
-) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
-    """Adapt calls to fewer pieces.
-
-    Counted actions (U) of one call may need several calls afterwards: call number ``turn`` has the
-    numbers from ``turn * after``. Returns the calls, and their indices by (stage, turn).
-    """
-    out, turns = list(calls), dict[tuple[int, int], int]()
-    for call in calls:
-        if call.kind in COUNTED:
-            for turn in range(call.first // after, (call.first + before - 1) // after + 1):
-                if (call.stage, turn) not in turns:
-                    turns[call.stage, turn] = len(out)
-                    out.append(call._replace(first=turn * after))
-    return tuple(out), turns
-
-
 _T = TypeVar("_T")
 
 
@@ -180,28 +163,26 @@ def _in_turn(lowered: Lowered, lanes: Sequence[Iterator[_T]]) -> Iterator[tuple[
             yield lane, next(lanes[lane])
 
 
-def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
+def expand(program: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
     """Build the programs of some lanes."""
-    # The slots on an edge depend on both of its lanes, so the neighbours are followed too.
-    near = {*lanes}
-    for pool in lowered.pools:
-        if pool.lane in lanes or pool.source in lanes:
-            near |= {pool.lane, pool.source}
-    again = read_again(lowered.calls, lowered.wires, lowered.order, lowered.num_pieces, near)
-    crossings = _crossings(lowered, {*lanes}, near, again)
-    read: dict[int, set[int]] = defaultdict(set)
-    for call in lowered.calls:
+    count, order = program.num_pieces, program.order
+    again = read_again(program)
+    arrivals = _arrivals(program, again)
+    read: dict[int, set[int]] = defaultdict(set)  # the wires that each lane reads
+    for call in program.calls:
         read[call.lane].update(wire for wire, _ in call.reads)
-    writers = {lane: _Writer(lowered, lane, read[lane], again, crossings) for lane in lanes}
-    count = lowered.num_pieces
-    parts = [writers.get(call.lane) for call in lowered.calls]
-    order = lowered.order
+    writers = {lane: _Writer(program, lane, read[lane], again, arrivals) for lane in lanes}
+    # A lane numbers its calls in the order of their first use.
+    for number in dict.fromkeys([code // count for code in order]):
+        if writer := writers.get(program.calls[number].lane):
+            writer.add(number)
+    writer_of = [writers.get(call.lane) for call in program.calls]
     for position, code in enumerate(order):
-        writer = parts[code // count]
+        writer = writer_of[code // count]
         if writer is not None:
-            after = divmod(order[position + 1], count) if code in lowered.pairs else None
-            writer.write(position, code // count, code % count, after)
-    return tuple(writer.program() for writer in writers.values())
+            after = order[position + 1] if code in program.pairs else None
+            writer.write(position, code, after)
+    return tuple(writer.finished() for writer in writers.values())
 
 
 def slots_of(pools: Sequence[Pool]) -> list[range]:
@@ -214,24 +195,18 @@ def slots_of(pools: Sequence[Pool]) -> list[range]:
     return out
 
 
-def read_again(
-    calls: Sequence[Call],
-    wires: Sequence[Wire],
-    order: Sequence[int],
-    num_pieces: int,
-    lanes: Container[int],
-) -> set[tuple[int, int]]:
+def read_again(program: Lowered) -> set[tuple[int, int]]:
     """Find the reads whose value a later action of the same lane reads again.
 
-    Such a read must not free the value. A residual that comes back from the host is a new value:
-    its write ends the search.
+    Such a read must not free the value. A residual that comes back from the host is a new value.
 
     Returns:
         (position in the order, wire) of each such read.
     """
+    calls, wires = program.calls, program.wires
     readers = Counter((call.lane, wire) for call in calls for wire, _ in call.reads)
     # Only values with several readers on one lane can be read again. Most programs have none.
-    shared = {place for place, number in readers.items() if number > 1 and place[0] in lanes}
+    shared = {place for place, number in readers.items() if number > 1}
     if not shared:
         return set()
     reads = [
@@ -244,59 +219,55 @@ def read_again(
     ]
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
-    later: set[tuple[int, int, int]] = set()
-    # Backwards through the order: `later` has the values that are read after this position.
-    for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
-        number, piece = divmod(code, num_pieces)
+    latest: dict[tuple[int, int, int], int] = {}  # the position of the latest read of each value
+    for position, code in enumerate(program.order):
+        number, piece = divmod(code, program.num_pieces)
         lane = calls[number].lane
-        later.difference_update([(lane, wire, piece) for wire in writes[number]])
         for wire, shift in reads[number]:
-            if (lane, wire, piece + shift) in later:
-                again.add((position, wire))
-            later.add((lane, wire, piece + shift))
+            value = lane, wire, piece + shift
+            if value in latest:
+                again.add((latest[value], wire))
+            latest[value] = position
+        for wire in writes[number]:
+            latest.pop((lane, wire, piece), None)
     return again
 
 
-def _crossings(
-    lowered: Lowered, lanes: set[int], near: set[int], again: set[tuple[int, int]]
-) -> dict[int, dict[int, int]]:
-    """Choose a slot for each value that crosses between lanes, by lane and value number.
+def _arrivals(program: Lowered, again: set[tuple[int, int]]) -> list[dict[int, int]]:
+    """Choose the slot in which each value arrives from another lane, by lane and value number.
 
     Follows plan order and takes the slot that has been free for the longest time. So a sender waits
-    only if all slots of the pool are full in plan order.
+    only if all slots of the pool are full in plan order. Sender and receiver both call this, so
+    they choose the same slots without talking.
     """
-    free = [deque(numbers) for numbers in slots_of(lowered.pools)]
-    slots: dict[int, dict[int, int]] = {lane: {} for lane in near}
-    count = lowered.num_pieces
-
-    def crosses(source: int, to: int) -> bool:
-        return source != CALLER and (source in lanes or to in lanes)
-
+    pools, count = program.pools, program.num_pieces
+    free = [deque(numbers) for numbers in slots_of(pools)]
+    slots: list[dict[int, int]] = [{} for _ in range(program.num_lanes)]
     reads = [
-        [
-            (wire, free[pool])
-            for wire, pool in call.reads
-            if pool >= 0 and crosses(lowered.pools[pool].source, call.lane)
-        ]
-        for call in lowered.calls
+        [(wire, pool) for wire, pool in call.reads if pool >= 0 and pools[pool].source != CALLER]
+        for call in program.calls
     ]
-    sends = [
-        [
-            (wire * count, slots[to], free[pool])
-            for wire, to, pool in call.sends
-            if crosses(call.lane, to)
-        ]
-        for call in lowered.calls
-    ]
-    for position, code in enumerate(lowered.order):
-        number, microbatch = divmod(code, count)
-        # Sender and receiver both follow this order, so they choose the same slots without talking.
+    for position, code in enumerate(program.order):
+        number, piece = divmod(code, count)
+        call = program.calls[number]
         for wire, pool in reads[number]:
             if (position, wire) not in again:
-                pool.append(slots[lowered.calls[number].lane][wire * count + microbatch])
-        for base, there, pool in sends[number]:
-            there[base + microbatch] = pool.popleft()
+                free[pool].append(slots[call.lane][wire * count + piece])
+        for wire, to, pool in call.sends:
+            slots[to][wire * count + piece] = free[pool].popleft()
     return slots
+
+
+class _LaneCall(NamedTuple):
+    """A call as `_Writer` needs it. Value numbers are for piece 0."""
+
+    number: int  # the index among the calls of the lane
+    reads: list[tuple[int, Slot]]  # (value, use of its slot)
+    frees: list[tuple[int, int]]  # (wire, value) of the reads that free the value if they are last
+    writes: list[tuple[int, Slot]]  # (value, use of its slot)
+    sends: list[tuple[int, int]]  # (value, lane)
+    taken: list[int]  # the values that the caller takes
+    unread: list[int]  # the values that no action of the lane reads; freed as soon as they are sent
 
 
 class _Writer:
@@ -304,19 +275,15 @@ class _Writer:
 
     def __init__(
         self,
-        lowered: Lowered,
+        program: Lowered,
         lane: int,
         read: set[int],
         again: set[tuple[int, int]],
-        crossings: dict[int, dict[int, int]],
+        arrivals: Sequence[dict[int, int]],
     ) -> None:
-        self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
+        self.program, self.lane, self.again, self.arrivals = program, lane, again, arrivals
         self.read = read  # the wires that actions of the lane read
-        self.taken = frozenset(
-            [number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN]
-        )
-        """The wires that the caller takes."""
-        self.calls: dict[int, _Form] = {}
+        self.calls: dict[int, _LaneCall] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
         self.pairs: list[int] = []
@@ -325,129 +292,113 @@ class _Writer:
         the first may still read them while the second runs."""
         self.left: list[tuple[int, int]] = []
         self.where: dict[int, int] = {}  # the slot of each value that is on the lane now
-        self.slots: list[Slot] = []
+        self.slots = [
+            Slot(pool.source, pool.role)
+            for pool in program.pools
+            if pool.lane == lane
+            for _ in range(pool.slots)
+        ]
         self.spare: dict[Slot, deque[int]] = defaultdict(deque)
-        """The free slots, among those that only this lane fills."""
-        self.home: list[deque[int] | None] = []
-        """The queue that each slot returns to when it is free; None: its sender chooses slots."""
-        for pool in lowered.pools:
-            if pool.lane == lane:
-                kind = Slot(pool.source, pool.role)
-                spare = self.spare[kind] if pool.source == CALLER else None
-                if spare is not None:
-                    spare.extend(range(len(self.slots), len(self.slots) + pool.slots))
-                self.slots += [kind] * pool.slots
-                self.home += [spare] * pool.slots
+        """The free slots of each use. Other lanes do not look here: `arrivals` has their slots."""
+        for slot, use in enumerate(self.slots):
+            self.spare[use].append(slot)
 
-    def _form(self, number: int) -> _Form:
-        """Collect the facts of a call that are the same for all its microbatches."""
-        call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_pieces
-        sources = [
-            self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads
-        ]
+    def add(self, number: int) -> None:
+        """Add a call: collect the facts that are the same for all its pieces."""
+        pools, wires, count = self.program.pools, self.program.wires, self.program.num_pieces
+        call = self.program.calls[number]
         reads = [
-            (
-                wire,
-                wire * count + FROM.get(wires[wire].role, 0),
-                source,
-                Slot(source, wires[wire].role),
-            )
-            for (wire, _), source in zip(call.reads, sources, strict=True)
+            (wire, pool, wire * count + FROM.get(wires[wire].role, 0)) for wire, pool in call.reads
         ]
-        writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
-        sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
-        taken = [wire * count for wire in call.writes if wire in self.taken]
-        unread = [
-            wire * count for wire in call.writes if wire not in self.read and wire not in self.taken
-        ]
-        return _Form(len(self.calls), reads, writes, sends, taken, unread)
+        taken = [wire for wire in call.writes if wires[wire].role in TAKEN]
+        unread = [wire for wire in call.writes if wire not in self.read and wire not in taken]
+        self.calls[number] = _LaneCall(
+            number=len(self.calls),
+            reads=[
+                (value, Slot(self.lane if pool < 0 else pools[pool].source, wires[wire].role))
+                for wire, pool, value in reads
+            ],
+            frees=[(wire, value) for wire, _, value in reads if wires[wire].role not in TAKEN],
+            writes=[(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes],
+            sends=[(wire * count, to) for wire, to, _ in call.sends],
+            taken=[wire * count for wire in taken],
+            unread=[wire * count for wire in unread],
+        )
 
-    def write(
-        self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None
-    ) -> None:
+    def write(self, position: int, code: int, after: int | None) -> None:
         """Write one action with its receives, frees and sends.
 
-        The first action of a pair receives for both, and the second frees for both.
+        The first action of a pair receives for both, and the second frees for both. ``after`` is
+        the code of the second.
         """
-        form = self._get(number)
-        where, again, add = self.where, self.again, self.instructions.append
-        reads = self._received(form, microbatch)
+        number, piece = divmod(code, self.program.num_pieces)
+        call = self.calls[number]
+        reads = self._received(call, piece)
         done, self.late = self.late, []
-        done += [
-            base + microbatch
-            for wire, base, *_ in form.reads
-            if (position, wire) not in again and wire not in self.taken
-        ]
+        done += [value + piece for wire, value in call.frees if (position, wire) not in self.again]
         if after is not None:
-            self._received(self._get(after[0]), after[1])
+            second, of_second = divmod(after, self.program.num_pieces)
+            self._received(self.calls[second], of_second)
             self.pairs.append(len(self.ends))
             self.late, done = done, []
-        writes: list[int] = []
-        for base, kind in form.writes:
-            where[base + microbatch] = slot = self._take(kind)
-            writes.append(slot)
-        add(Run(form.number, microbatch, tuple(reads), tuple(writes)))
+        writes = [self._take(value + piece, use) for value, use in call.writes]
+        self.instructions.append(Run(call.number, piece, reads, tuple(writes)))
         # Frees come before sends: a send may block, and meanwhile others could not fill our slots.
-        if done:
-            self._free(done)
-        for base, to, there in form.sends:
-            add(Send(where[base + microbatch], to, there[base + microbatch]))
-        for base in form.taken:
-            self.left.append((base + microbatch, where[base + microbatch]))
-        if form.unread:
-            self._free([base + microbatch for base in form.unread])
+        self._free(done)
+        for value, to in call.sends:
+            slot, into = self.where[value + piece], self.arrivals[to][value + piece]
+            self.instructions.append(Send(slot, to, into))
+        self.left += [(value + piece, self.where[value + piece]) for value in call.taken]
+        self._free([value + piece for value in call.unread])
         self.ends.append(len(self.instructions))
 
-    def _get(self, number: int) -> _Form:
-        form = self.calls.get(number)
-        if form is None:
-            form = self.calls[number] = self._form(number)
-        return form
-
-    def _received(self, form: _Form, microbatch: int) -> list[int]:
+    def _received(self, call: _LaneCall, piece: int) -> tuple[int, ...]:
         """Return the slots of the values that a call reads. Receive the values that are missing."""
         slots: list[int] = []
-        for _, base, source, kind in form.reads:
-            value = base + microbatch
+        for base, use in call.reads:
+            value = base + piece
             slot = self.where.get(value)
             if slot is None:
-                slot = self._take(kind) if source == CALLER else self.crossings[self.lane][value]
-                self.where[value] = slot
-                self.instructions.append(Receive(value, source, slot))
+                if use.source == CALLER:
+                    slot = self._take(value, use)
+                else:
+                    slot = self.where[value] = self.arrivals[self.lane][value]
+                self.instructions.append(Receive(value, use.source, slot))
             slots.append(slot)
-        return slots
+        return tuple(slots)
 
-    def _take(self, kind: Slot) -> int:
-        spare = self.spare[kind]
-        if spare:
-            return spare.popleft()
-        self.slots.append(kind)
-        self.home.append(spare)
-        return len(self.slots) - 1
+    def _take(self, value: int, use: Slot) -> int:
+        """Put a value into a spare slot, or into a new one."""
+        spare = self.spare[use]
+        if not spare:
+            spare.append(len(self.slots))
+            self.slots.append(use)
+        slot = self.where[value] = spare.popleft()
+        return slot
 
     def _free(self, values: list[int]) -> None:
-        slots = [self.where.pop(value) for value in values]
-        self.instructions.append(Free(tuple(slots)))
+        if not values:
+            return
+        slots = tuple([self.where.pop(value) for value in values])
+        self.instructions.append(Free(slots))
         for slot in slots:
-            home = self.home[slot]
-            if home is not None:
-                home.append(slot)
+            self.spare[self.slots[slot]].append(slot)
 
-    def program(self) -> LaneProgram:
+    def finished(self) -> LaneProgram:
         """Return the program that was written."""
-        pools, lowered = self.lowered.pools, self.lowered
+        program = self.program
         outgoing = [
             (pool.lane, slot)
-            for pool, slots in zip(pools, slots_of(pools), strict=True)
+            for pool, slots in zip(program.pools, slots_of(program.pools), strict=True)
             if pool.source == self.lane
             for slot in slots
         ]
         return LaneProgram(
             self.lane,
-            lowered.num_microbatches,
-            lowered.num_slices,
-            lowered.wires,
-            tuple(lowered.calls[number] for number in self.calls),
+            program.num_microbatches,
+            program.num_slices,
+            program.wires,
+            tuple(program.calls[number] for number in self.calls),
             tuple(self.slots),
             tuple(self.instructions),
             tuple(self.ends),
@@ -455,14 +406,3 @@ class _Writer:
             tuple(self.left),
             frozenset(self.pairs),
         )
-
-
-class _Form(NamedTuple):
-    """A call as `_Writer` needs it. Value numbers are for piece 0."""
-
-    number: int  # the index among the calls of the lane
-    reads: list[tuple[int, int, int, Slot]]  # (wire, value, source, kind of slot)
-    writes: list[tuple[int, Slot]]  # (value, kind of slot)
-    sends: list[tuple[int, int, dict[int, int]]]  # (value, lane, slot by value on that lane)
-    taken: list[int]  # the values that the caller takes
-    unread: list[int]  # the values that no action of the lane reads; freed as soon as they are sent

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from funcpipe._src.data.cost import LENGTHS, Cost
+from funcpipe._src.data.cost import Cost, PerStage, rows_of
 from funcpipe._src.data.kinds import ADDS, COMPUTES, MOVES, Kind
 from funcpipe._src.data.overlapping import pairs_in, without_pairs
 
@@ -21,23 +21,18 @@ if TYPE_CHECKING:
 _PASSES = 30  # the passes of `_factors`
 
 
-class Handover(NamedTuple):
-    """The time between actions of a measured timeline."""
-
-    # By kind and stage, the time between the previous action of the device and the action, if the
-    # action did not have to wait for a value.
-    host: Mapping[tuple[Kind, int], float]
-    # The time from the end of an action to the start of an action on another device that waited for
-    # it, without the host time. None: no action waited.
-    hop: float | None
-
-
-def handover_of(spans: Iterable[Span]) -> Handover:
+def _handover(spans: Iterable[Span]) -> tuple[dict[tuple[Kind, int], float], float | None]:
     """Return the median times between the actions of a timeline.
 
     Skips actions that overlap with another action, and actions that waited for a link of their own
     device. Does not recognize a wait for a skip or for a slot. If no two spans overlap, one thread
     ran all devices: gaps are then counted between the actions of this thread.
+
+    Returns:
+        By kind and stage, the host time: the time between the previous action of the device and the
+        action, if the action did not have to wait for a value. And the time of a hop: from the end
+        of an action to the start of an action on another device that waited for it, without the
+        host time. None: no action waited.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
@@ -69,14 +64,13 @@ def handover_of(spans: Iterable[Span]) -> Handover:
                 gaps[key].append(max(0.0, start - before))
         free[thread] = max(before, end)
     host = {key: median(values) for key, values in gaps.items()}
-    return Handover(
-        host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None
-    )
+    waited = [max(0.0, hop - host.get(key, 0.0)) for key, hop in hops]
+    return host, median(waited) if waited else None
 
 
 def cost_of(timeline: Timeline, *, handover: bool, microbatches: bool) -> Cost:
     """Compute the result of `Timeline.cost`."""
-    host, hop = handover_of(timeline.spans) if handover else Handover({}, None)
+    host, hop = _handover(timeline.spans) if handover else ({}, None)
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     spans = without_pairs(timeline.spans)
     lasted = {
@@ -92,35 +86,30 @@ def cost_of(timeline: Timeline, *, handover: bool, microbatches: bool) -> Cost:
     slices, shares = _slices(spans)
     stages = range(1 + max((stage for _, stage in times), default=-1))
 
-    def average(values: Sequence[float], *keys: tuple[Kind, int]) -> float:
-        share = sum(shares.get(key, 0.0) for key in keys) if len(slices) > 1 else 0.0
-        return sum(values) / share if share else fmean(values)
-
-    def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
-        return tuple(
-            average(times[kind, stage], (kind, stage)) if (kind, stage) in times else other
-            for stage, other in zip(stages, otherwise, strict=True)
-        )
+    def mean(otherwise: Sequence[float], *kinds: Kind) -> tuple[float, ...]:
+        out: list[float] = []
+        for stage, other in zip(stages, otherwise, strict=True):
+            keys = [(kind, stage) for kind in kinds]
+            measured = [time for key in keys for time in times[key]]
+            share = sum(shares[key] for key in keys) if len(slices) > 1 else 0.0
+            average = sum(measured) / share if share else fmean(measured or [other])
+            out.append(average)
+        return tuple(out)
 
     no_time = [0.0] * len(stages)
-    forward = mean(Kind.F, no_time)
-    half = [time / 2 for time in mean(Kind.B, no_time)]
-    first, second = mean(Kind.I, half), mean(Kind.W, half)
-    backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
-    moves = [[*times.get((Kind.O, stage), ()), *times.get((Kind.L, stage), ())] for stage in stages]
+    forward = mean(no_time, Kind.F)
+    half = [time / 2 for time in mean(no_time, Kind.B)]
+    first, second = mean(half, Kind.I), mean(half, Kind.W)
     return Cost(
         forward,
         first,
         second,
-        backward=backward,
-        remat=mean(Kind.R, forward),
-        offload=tuple(
-            average(values, (Kind.O, stage), (Kind.L, stage)) if values else 0.0
-            for stage, values in zip(stages, moves, strict=True)
-        ),
-        reduce=mean(Kind.G, no_time),
-        gather=mean(Kind.U, no_time),
-        step=mean(Kind.S, no_time),
+        backward=mean([a + b for a, b in zip(first, second, strict=True)], Kind.B),
+        remat=mean(forward, Kind.R),
+        offload=mean(no_time, Kind.O, Kind.L),
+        reduce=mean(no_time, Kind.G),
+        gather=mean(no_time, Kind.U),
+        step=mean(no_time, Kind.S),
         comm=timeline.comm if hop is None else hop,
         slice_times=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
         microbatches=factors,
@@ -130,18 +119,14 @@ def cost_of(timeline: Timeline, *, handover: bool, microbatches: bool) -> Cost:
 
 def middle(costs: Sequence[Cost]) -> Cost:
     """Return the cost with the median of each number, over costs that have the same stages."""
-    others = ("skips", *LENGTHS)
-    rows = [
-        name
-        for name, value in vars(costs[0]).items()
-        if isinstance(value, tuple) and name not in others
-    ]
-    columns = {name: zip(*(getattr(cost, name) for cost in costs), strict=True) for name in rows}
-    medians = {name: tuple(map(median, column)) for name, column in columns.items()}
+    rows = [rows_of(cost) for cost in costs]
+    changed: dict[str, PerStage] = {
+        name: tuple(map(median, zip(*(row[name] for row in rows), strict=True))) for name in rows[0]
+    }
     hops = [cost.comm for cost in costs if isinstance(cost.comm, (int, float))]
-    return replace(
-        costs[0], **medians, **({"comm": median(hops)} if len(hops) == len(costs) else {})
-    )
+    if len(hops) == len(costs):
+        changed["comm"] = median(hops)
+    return replace(costs[0], **changed)
 
 
 def _factors(lasted: Mapping[Action, float]) -> tuple[float, ...]:
@@ -170,7 +155,7 @@ def _factors(lasted: Mapping[Action, float]) -> tuple[float, ...]:
     return tuple(factor / fmean(factors) for factor in factors)
 
 
-def _slices(spans: Sequence[Span]) -> tuple[list[float], Mapping[tuple[Kind, int], float]]:
+def _slices(spans: Sequence[Span]) -> tuple[list[float], dict[tuple[Kind, int], float]]:
     """Return the time of each slice, and the microbatches that the slices of each (kind, stage)
     make."""
     slices = [0.0] * (1 + max((span.action.slice or 0 for span in spans), default=0))

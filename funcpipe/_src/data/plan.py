@@ -118,24 +118,15 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all options but the functions. Processes with equal plans have equal hashes."""
-        parts = [
-            str(self.schedule),
-            str(self.train),
-            str(self.outputs),
-            str(self.loss is None),
-            repr(self.ties),
-        ]
-        parts.append(str((self.spare_slots, self.slices, self.merge, self.carry)))
-        parts.append(
-            str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__))
-        )
         # Functions are left out: their hashes differ between processes.
+        weighing = self.weight is None, self.counts.summed, type(self.counts.weigh).__name__
+        options = self.spare_slots, self.slices, self.merge, self.carry, self.train, self.outputs
         declared = [
             (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry)
             for s in self.stages
         ]
-        parts += map(repr, declared)
-        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+        parts = str(self.schedule), self.loss is None, self.ties, weighing, options, declared
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def hints(self) -> tuple[str, ...]:

@@ -370,11 +370,10 @@ class LaneProgram:
                 case Run(_, _, reads, writes):
                     at, _ = next(runs)
                     beside = f" beside {self.action(self.runs[at + 1])}" if at in self.pairs else ""
-                    words = [
-                        f"{self.action(instruction)}{beside}",
-                        *(["reads " + see(*reads)] if reads else []),
-                    ]
-                    yield "  ".join([*words, *(["writes " + see(*writes)] if writes else [])])
+                    words = [f"{self.action(instruction)}{beside}"]
+                    words += ["reads " + see(*reads)] if reads else []
+                    words += ["writes " + see(*writes)] if writes else []
+                    yield "  ".join(words)
                 case Send(slot, to, into):
                     yield f"send {see(slot)} to {to}@{into}"
                 case Free(slots):

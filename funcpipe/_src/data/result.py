@@ -26,14 +26,13 @@ from funcpipe._src.core.shown import (
     some,
 )
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable
-from funcpipe._src.data.arrows import Arrow
 from funcpipe._src.data.cost import Cost, PerStage
 from funcpipe._src.data.exchange import Exchange, alone
 from funcpipe._src.data.kinds import MOVES, Kind
 from funcpipe._src.data.measured_cost import cost_of
 from funcpipe._src.data.overlapping import time_worked
 from funcpipe._src.data.schedule import Action
-from funcpipe._src.data.trace import chrome_trace
+from funcpipe._src.data.trace import Arrow, chrome_trace
 
 NEGLIGIBLE = 0.01
 """Pictures and reports do not mention smaller imbalances."""
@@ -475,27 +474,22 @@ class Result:
         """The facts for ``repr`` and for notebooks, as (name, words)."""
         stats, timeline = self.stats, self.timeline
         loss = "" if self.loss is None else number_of(self.loss)
+        if loss and self.weight is not None:
+            loss += f" of weight {self.weight:g}"
+        ran = f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s"
+        recorded = ""
+        if timeline is not None:
+            recorded = f"{len(timeline.spans)} actions in {timeline.makespan:.3g} s"
         return [
-            (
-                "loss",
-                f"{loss} of weight {self.weight:g}" if loss and self.weight is not None else loss,
-            ),
-            (
-                "microbatches",
-                f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s",
-            ),
+            ("loss", loss),
+            ("microbatches", ran),
             ("gradients", amount_of(self.grads)),
             ("loss scale", "" if self.loss_scale == 1.0 else f"{self.loss_scale:g}"),
             ("unused", named(len(self.unused), "leaf").replace("leafs", "leaves")),
             ("state", amount_of(self.state)),
             ("outputs", shapes_of(self.outputs)),
             ("carry", amount_of(self.carry and self.carry.trees)),
-            (
-                "timeline",
-                ""
-                if timeline is None
-                else f"{len(timeline.spans)} actions in {timeline.makespan:.3g} s",
-            ),
+            ("timeline", recorded),
         ]
 
     @guarded

@@ -402,22 +402,16 @@ def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
     Raises ScheduleError if a row is not a sequence. Only `check` looks whether its items are
     actions.
     """
+    listed = isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping))
     rows: list[tuple[Any, ...]] = []
-    for row in (
-        orders
-        if isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping))
-        else [orders]
-    ):
+    for row in orders if listed else [orders]:
         if isinstance(row, (str, Mapping, Action)) or not isinstance(row, Iterable):
-            read = (
-                "; Schedule.parse reads text with one line per device"
-                if isinstance(row, str)
-                else ""
-            )
+            text = isinstance(row, str)
+            read = "; Schedule.parse reads text with one line per device" if text else ""
             raise ScheduleError(
                 f"orders must have one tuple of Actions per device; got {type(row).__name__}{read}"
             )
-        rows.append(tuple(row))
+        rows.append(tuple(row))  # at once: a row of a generator may depend on its loop variable
     return tuple(rows)
 
 

@@ -296,11 +296,9 @@ class Stage:
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """Return the function with parameters and state bound, for one run."""
-        return (
-            self.fn.bind(params, state)
-            if isinstance(self.fn, Bindable)
-            else _Plain(self.fn, params)
-        )
+        if isinstance(self.fn, Bindable):
+            return self.fn.bind(params, state)
+        return _Plain(self.fn, params)
 
     def layers(self) -> set[str]:
         """Return the paths of a module stage's layers; an empty set for a plain function."""

@@ -1,20 +1,53 @@
-"""Convert a timeline to a trace for Perfetto and chrome://tracing."""
+"""Convert a timeline to a trace for Perfetto and chrome://tracing, with arrows between actions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcpipe._src.core.shown import some
-from funcpipe._src.data.arrows import Arrow
-from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Kind, Resource
+from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Kind
+from funcpipe._src.data.program import CALLER, Call, Role
 from funcpipe._src.data.schedule import Action
 
 if TYPE_CHECKING:
+    from funcpipe._src.data.lowered import Lowered
     from funcpipe._src.data.result import Timeline
 
-
 _RANKS = 1 + len(LINKS)  # the most rows of a device: its own, and one for each of its links
+
+_WORDS = {Role.SKIP: "skip", Role.SKIP_GRAD: "gradient of skip", Role.GRAD: "gradient"}
+
+
+class Arrow(NamedTuple):
+    """A value that one kind of action makes and another reads. Each microbatch has such an arrow."""
+
+    value: str  # the label: "act", "gradient", "skip early"
+    source: tuple[Kind, int]  # (kind, stage) of the action that makes the value
+    target: tuple[Kind, int]  # (kind, stage) of the action that reads the value
+    crosses: bool  # whether the two actions run on two devices, so that the value is copied or sent
+
+
+def arrows_of(program: Lowered) -> tuple[Arrow, ...]:
+    """Return the arrows of a program: values that cross between lanes, and all skips."""
+    makers: dict[int, list[Call]] = {}
+    for call in program.calls:
+        for wire in call.writes:
+            makers.setdefault(wire, []).append(call)
+    found: dict[Arrow, None] = {}
+    for reader in program.calls:
+        for number, _ in reader.reads:
+            role, _, name, _ = program.wires[number]
+            for maker in makers.get(number, ()):
+                crosses = CALLER != maker.lane != reader.lane
+                if crosses or role in (Role.SKIP, Role.SKIP_GRAD):
+                    value = f"{_WORDS.get(role, role.value)} {name}".rstrip()
+                    found[
+                        Arrow(
+                            value, (maker.kind, maker.stage), (reader.kind, reader.stage), crosses
+                        )
+                    ] = None
+    return tuple(found)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -35,15 +68,16 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         for span in timeline.spans
         if span.action.kind in MOVES
     }
-    links: dict[tuple[int, Resource], int] = {}
-    for device in devices:
-        for place, link in enumerate(
-            LINKS
-        ):  # threads of their own, since the device works meanwhile
-            if (device, link) in moved:
-                links[device, link] = timeline.num_devices + len(LINKS) * device + place
-                name = f"device {device} {link.value}"
-                events += _thread(links[device, link], name, _RANKS * device + 1 + place)
+    # Links have threads of their own, since the device works meanwhile.
+    links = {
+        (device, link): timeline.num_devices + len(LINKS) * device + place
+        for device in devices
+        for place, link in enumerate(LINKS)
+        if (device, link) in moved
+    }
+    for (device, link), thread in links.items():
+        place = _RANKS * device + 1 + LINKS.index(link)
+        events += _thread(thread, f"device {device} {link.value}", place)
     rows: dict[Action, int] = {}
     for device, start, end, action in timeline.spans:
         kind, stage, microbatch, number = action
@@ -60,16 +94,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     events += _arrows(timeline, rows, scale)
     for device, steps in enumerate(timeline.memory):
         # A counter shows the last of several values at one time, so only that one is written.
-        for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
-            if following is None or following[0] != time:
-                events.append(
-                    _event(
-                        "C",
-                        name=f"memory of device {device}",
-                        ts=time * scale,
-                        args={"held": amount},
-                    )
-                )
+        for time, amount in dict(steps).items():
+            name, args = f"memory of device {device}", {"held": amount}
+            events.append(_event("C", name=name, ts=time * scale, args=args))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -78,32 +105,24 @@ def _arrows(
 ) -> Iterator[dict[str, Any]]:
     """Yield two flow events per arrow: from the end of the maker to the stage's first reader."""
     spans = {span.action: span for span in timeline.spans}
-    targets: dict[tuple[str, int], list[Arrow]] = {}
-    starts: dict[tuple[Kind, int], list[Arrow]] = {}
-    for arrow in timeline.arrows:
-        targets.setdefault((arrow.value, arrow.target[1]), []).append(arrow)
-        starts.setdefault(arrow.source, []).append(arrow)
+    # By the kind and stage that make a value: the kinds that read it in each other stage.
+    readers: dict[tuple[Kind, int], dict[tuple[str, int, bool], list[Kind]]] = {}
+    for value, source, (kind, stage), crosses in timeline.arrows:
+        readers.setdefault(source, {}).setdefault((value, stage, crosses), []).append(kind)
     number = 0
     for made in timeline.spans:
-        for arrow in starts.get(made.action[:2], ()):
-            readers = [
-                span
-                for other in targets[arrow.value, arrow.target[1]]
-                if other.source == arrow.source
-                and (
-                    span := spans.get(
-                        made.action._replace(kind=other.target[0], stage=other.target[1])
-                    )
-                )
-            ]
-            first = min(readers, key=lambda span: span.start, default=None)
-            if first is None or first.action.kind is not arrow.target[0]:
-                continue  # R reads the values of its F again: no second arrow
+        for (value, stage, crosses), kinds in readers.get(made.action[:2], {}).items():
+            targets = [made.action._replace(kind=kind, stage=stage) for kind in kinds]
+            found = [spans[target] for target in targets if target in spans]
+            if not found:
+                continue
+            # R reads the values of its F again: no second arrow.
+            first = min(found, key=lambda span: span.start)
             number += 1
             # A viewer attaches an arrow to the event that is open at the arrow's time. An event is
             # not open at its own end, so the arrow starts slightly earlier.
             times = (made.end - (made.end - made.start) / 1024) * scale, first.start * scale
-            event = {"name": arrow.value, "cat": "copy" if arrow.crosses else "skip", "id": number}
+            event = {"name": value, "cat": "copy" if crosses else "skip", "id": number}
             yield _event("s", tid=rows[made.action], ts=times[0], **event)
             yield _event("f", tid=rows[first.action], ts=times[1], bp="e", **event)
 

@@ -20,12 +20,12 @@ from funcpipe._src.core.errors import FuncpipeError, Where, located
 from funcpipe._src.core.log import decided
 from funcpipe._src.core.plain_tensors import addresses, here
 from funcpipe._src.core.tree import Tree, map_leaves
-from funcpipe._src.data.arrows import arrows_of
 from funcpipe._src.data.lowered import slots_of
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.program import CALLER, LaneProgram, Role, Wire
 from funcpipe._src.data.result import Result, RunStats, Span, Timeline
 from funcpipe._src.data.schedule import Kind
+from funcpipe._src.data.trace import arrows_of
 from funcpipe._src.devices.host_link import HostLink
 from funcpipe._src.devices.stream import Channel, CopyEdge, HandOut, Place, are_on_host
 from funcpipe._src.engine.failures import (

@@ -79,13 +79,9 @@ def effects(
                 poppers = sorted(context.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
             cotangents += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.last else []
-            gradients = (
-                [Wire(Role.GRAD, stage - 1)]
-                if stage
-                else [Wire(Role.INPUT_GRAD, 0)]
-                if context.inputs
-                else []
-            )
+            gradients = [Wire(Role.INPUT_GRAD, 0)] if context.inputs else []
+            if stage:
+                gradients = [Wire(Role.GRAD, stage - 1)]
             gradients += [
                 Wire(Role.SKIP_GRAD, context.routes[name].stash, name, stage) for name in this.pop
             ]

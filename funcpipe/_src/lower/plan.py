@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 from funcpipe._src.core.captured import attribute_reads, rebound_names
@@ -225,13 +226,8 @@ def _stale_reads(loss: Callable[..., Any], stages: Sequence[Stage]) -> list[str]
     """
     origins = {id(origin): origin for part in stages for origin in part.origins()}
     names, modules = attribute_reads(loss) if origins else ((), ())
-    places = sorted(
-        {
-            place
-            for origin in origins.values()
-            for place in origin.written_by_forwards(names, modules)
-        }
-    )
+    found = [origin.written_by_forwards(names, modules) for origin in origins.values()]
+    places = sorted({*chain.from_iterable(found)})
     if not places:
         return []
     return [
@@ -256,17 +252,12 @@ def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
 
 def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
     """Return the stages, and their faults."""
+    kind = type(stages).__name__
     if isinstance(stages, Schedule):
         return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
     if not isinstance(stages, Stage | Iterable):
-        return (), [
-            (
-                f"stages is a {type(stages).__name__}; give a sequence of stages, or the result "
-                "of fp.split"
-            )
-        ]
+        return (), [f"stages is a {kind}; give a sequence of stages, or the result of fp.split"]
     if hasattr(stages, "named_parameters"):
-        kind = type(stages).__name__
         return (), [
             f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it; give "
             "its result to make_plan"
@@ -317,24 +308,17 @@ def _moved(stages: Sequence[Stage]) -> list[str]:
 
 def _function(name: str, fn: Any, form: str) -> list[str]:
     """Return the faults of an option that must be a function."""
-    if fn is None:
-        return []
-    if not callable(fn):
-        kind = type(fn).__name__
-        return [
-            (
-                f"{name} is a {kind}, not a function {form}; give the function itself, not its "
-                "name or what it returned"
-            )
-        ]
     if isinstance(fn, type):
         return [
-            (
-                f"{name} is the class {fn.__name__}, not a function; make an instance: "
-                f"{name}={fn.__name__}()"
-            )
+            f"{name} is the class {fn.__name__}, not a function; make an instance: "
+            f"{name}={fn.__name__}()"
         ]
-    return []
+    if fn is None or callable(fn):
+        return []
+    return [
+        f"{name} is a {type(fn).__name__}, not a function {form}; give the function itself, not "
+        "its name or what it returned"
+    ]
 
 
 def _weight(weight: Any) -> list[str]:
@@ -371,29 +355,28 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
     seen: dict[tuple[int, Any], int] = {}
     out: list[tuple[tuple[int, Any], ...]] = []
     for number, group in enumerate(ties):
+        name = f"group {number}"
         if not isinstance(group, Sequence) or not all(
             isinstance(member, (tuple, list)) for member in group
         ):
             faults.append(
-                f"group {number}: {group!r} is not a group; write ties=[[(0, path), (1, path)], "
-                "...]"
+                f"{name}: {group!r} is not a group; write ties=[[(0, path), (1, path)], ...]"
             )
             continue
         members = [tuple(member) for member in group]
         for member in members:
             if not _is_place(member, len(stages)):
                 faults.append(
-                    f"group {number}: {member!r} is not (stage, path): a stage from 0 to "
+                    f"{name}: {member!r} is not (stage, path): a stage from 0 to "
                     f"{len(stages) - 1}, a key or a tuple of keys"
                 )
                 continue
-            if (member[0], member[1]) in seen:
-                faults.append(
-                    f"group {number}: {member!r} is in group {seen[member[0], member[1]]} already"
-                )
-            seen[member[0], member[1]] = number
+            place = member[0], member[1]
+            if place in seen:
+                faults.append(f"{name}: {member!r} is in group {seen[place]} already")
+            seen[place] = number
         if len(members) < 2:
-            faults.append(f"group {number} has {len(members)} member; a tie has two or more")
+            faults.append(f"{name} has {len(members)} member; a tie has two or more")
         out.append(tuple((member[0], member[1]) for member in members if len(member) == 2))
     raise_all(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults)
     return tuple(out)
@@ -423,21 +406,18 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
 
 
 def _is_rule(rule: Any) -> bool:
-    return (
-        rule is None or rule in ("mean", "sum", "each")
-        if not isinstance(rule, int)
-        else not isinstance(rule, bool)
-    )
+    if isinstance(rule, int):
+        return not isinstance(rule, bool)
+    return rule is None or rule in ("mean", "sum", "each")
 
 
 def _unpacked(part: Any) -> str:
     """Return advice for a tuple (stage, params, state) in place of a stage; "" for others."""
-    unpacked = isinstance(part, tuple) and any(isinstance(item, Stage) for item in part)  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(part, tuple) or not any(isinstance(item, Stage) for item in part):  # pyright: ignore[reportUnknownVariableType]
+        return ""
     return (
         ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), "
         "...)"
-        if unpacked
-        else ""
     )
 
 

@@ -91,14 +91,11 @@ def schedule_counts(
             f"stages on {devices} devices; take num_devices from {divisors}"
         )
     elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
-        remedy = (
-            f"take num_devices={stages // 2}"
-            if stages % 2 == 0
-            else f"take num_stages={stages + 1}"
-        )
+        odd = stages % 2
+        remedy = f"num_stages={stages + 1}" if odd else f"num_devices={stages // 2}"
         faults.append(
             f"a V has two stages per device, so num_stages must be twice num_devices; got {stages} "
-            f"stages on {devices} devices; {remedy}"
+            f"stages on {devices} devices; take {remedy}"
         )
     raise_all("no such schedule:", faults, ScheduleError)
     return ScheduleCounts(stages, counts["num_microbatches"], devices, counts["num_slices"])

@@ -79,8 +79,7 @@ def fill_drain(
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
             neighbouring stages.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
         backward: False returns the forward-only schedule, for evaluation.
 
     Raises:
@@ -116,8 +115,7 @@ def one_f_one_b(
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
             neighbouring stages.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
 
     Raises:
         ScheduleError: a count is not positive, or there are more devices than stages.
@@ -144,8 +142,7 @@ def eager_one_f_one_b(
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
             neighbouring stages.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
 
     Raises:
         ScheduleError: a count is not positive, or there are more devices than stages.
@@ -173,8 +170,7 @@ def looped_bfs(
         num_stages: the number of stages, S: a multiple of D.
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: half of S if S is even, else S.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
 
     Raises:
         ScheduleError: a count is not positive, or S is not a multiple of D.
@@ -220,8 +216,7 @@ def interleaved(
         num_microbatches: the number of microbatches, M. D need not divide M: rounds then differ by
             one microbatch.
         num_devices: the number of devices, D. Default: half of S if S is even, else S.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
         group: the number of microbatches per round, from half of D to D. None: Megatron-LM's order.
 
     Raises:
@@ -269,17 +264,13 @@ def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
         for microbatch in range(microbatches):
             round_, position = divmod(microbatch, group)
             begin = 2 * (share * group * round_ + position)
-            turn = (
-                begin + 2 * (share - 1) * group + 2 * devices - 1 - device
-            )  # B of the device's last stage
+            # The slot of B in the device's last stage.
+            turn = begin + 2 * (share - 1) * group + 2 * devices - 1 - device
             for local in range(share):
-                stage = local * devices + device
-                slots.append(
-                    (begin + 2 * local * group + device, Action(Kind.F, stage, microbatch))
-                )
-                slots.append(
-                    (turn + 2 * group * (share - 1 - local), Action(Kind.B, stage, microbatch))
-                )
+                forward = Action(Kind.F, local * devices + device, microbatch)
+                slots.append((begin + 2 * local * group + device, forward))
+                backward = forward._replace(kind=Kind.B)
+                slots.append((turn + 2 * group * (share - 1 - local), backward))
         orders.append(tuple(action for _, action in sorted(slots, key=itemgetter(0))))
     return Schedule(tuple(orders), f"GIS-{group}")
 
@@ -301,8 +292,7 @@ def zero_bubble(
         num_stages: the number of stages, S: a multiple of D.
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: S.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
 
     Raises:
         ScheduleError: a count is not positive, or S is not a multiple of D.
@@ -336,8 +326,7 @@ def zb_h2(
         num_microbatches: the number of microbatches, M.
         num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
             neighbouring stages.
-        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
-            cut.
+        num_slices: the number of slices per microbatch, along its sequence. Default: 1, not cut.
 
     Raises:
         ScheduleError: a count is not positive, or there are more devices than stages.

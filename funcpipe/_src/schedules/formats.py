@@ -8,8 +8,9 @@ form is `Schedule.parse` and `str`; torch's CSV is in `torch_csv`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.data.cost import Cost
@@ -22,9 +23,6 @@ VERSION = 1  # the version of the JSON format. The reader rejects other versions
 _MOST = 10**6
 """The upper bound of stage and microbatch numbers in a file, so that loops over them stay fast."""
 _MOST_LETTERS = 200
-
-Fault = Callable[[str], None]
-"""Collects a fault, written ``place: fault``."""
 
 
 def to_json(thing: Schedule | Cost) -> str:
@@ -52,11 +50,8 @@ def to_json(thing: Schedule | Cost) -> str:
             NaN, indices below 0, or names that do not print.
     """
     if not isinstance(thing, (Schedule, Cost)):
-        hint = (
-            "; for a plan: fp.schedules.to_json(plan.schedule)"
-            if hasattr(thing, "schedule")
-            else ""
-        )
+        is_plan = hasattr(thing, "schedule")
+        hint = "; for a plan: fp.schedules.to_json(plan.schedule)" if is_plan else ""
         raise ScheduleError(
             f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}"
         )
@@ -70,7 +65,7 @@ def to_json(thing: Schedule | Cost) -> str:
         raise ScheduleError(f"this {type(thing).__name__} has no JSON: {error}") from None
     # Read the text back, so that no file is written that cannot be read.
     back = from_json(text)
-    if isinstance(thing, Schedule) and isinstance(back, Schedule) and back != thing:
+    if isinstance(thing, Schedule) and back != thing:
         raise ScheduleError(
             "this Schedule has no JSON: some of its pairs are not neighbours; fp.schedules.check "
             "lists them"
@@ -102,10 +97,9 @@ def from_json(text: str) -> Schedule | Cost:
     """
     data = _loads(text)
     kind, version = data.pop("funcpipe", None), data.pop("version", None)
-    read = _READERS.get(kind) if isinstance(kind, str) else None
-    if read is None:
+    if kind not in ("schedule", "cost"):
         raise ScheduleError(
-            f'"funcpipe" names the kind of object, one of {", ".join(_READERS)}; got {shown(kind)}'
+            f'"funcpipe" names the kind of object, one of schedule, cost; got {shown(kind)}'
         )
     if type(version) is not int or version != VERSION:
         raise ScheduleError(
@@ -113,9 +107,8 @@ def from_json(text: str) -> Schedule | Cost:
             f"{shown(version)}"
         )
     faults: list[str] = []
-    thing = read(data, faults.append)
+    thing = _schedule(data, faults) if kind == "schedule" else _cost(data, faults)
     raise_all(f"this is not a {kind} in JSON:", faults, ScheduleError, most=MOST_FAULTS)
-    assert thing is not None
     return thing
 
 
@@ -171,129 +164,106 @@ def _constant(text: str) -> Any:
     raise ValueError(f"{text} is not a number in JSON")
 
 
-def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
-    _fields(data, need=("orders",), may=("name",), fault=fault)
-    known: dict[str, Action] = {}
-    orders: list[tuple[Action, ...]] = []
-    pairs: set[Pair] = set()
-    for at, row in enumerate(_field(data, "orders", [], _is_list, "a list", fault)):
-        if not isinstance(row, str):
-            fault(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
-            continue
-        place = f"orders[{at}]"
-        read = [read_actions(words, place, known=known, fault=fault) for words in words_of(row)]
-        orders.append(tuple(action for group in read for action in group))
-        pairs |= {(group[0], group[1]) for group in read if len(group) == 2}
-    name = _field(data, "name", "custom", _is_label, _LABEL, fault)
-    return Schedule(tuple(orders), name, frozenset(pairs))
+def _schedule(data: dict[str, Any], faults: list[str]) -> Schedule:
+    faults += _unknown(data, ("orders", "name"))
+    orders, name = data.get("orders"), data.get("name", "custom")
+    if "orders" not in data:
+        faults.append("orders: missing")
+    elif not isinstance(orders, list):
+        faults.append(f"orders: a list; got {shown(orders)}")
+
+    def rows() -> Iterator[tuple[str, Iterable[tuple[str, ...]]]]:
+        for at, row in enumerate(orders if isinstance(orders, list) else ()):
+            if isinstance(row, str):
+                yield f"orders[{at}]", words_of(row)
+            else:
+                faults.append(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
+
+    schedule = read_schedule(rows(), cast("str", name), faults)
+    # Names appear in pictures, so they must not move a terminal's cursor.
+    if not isinstance(name, str) or len(name) > _MOST_LETTERS or not name.isprintable():
+        words = f"a text of at most {_MOST_LETTERS} letters that print"
+        faults.append(f"name: {words}; got {shown(name)}")
+    return schedule
 
 
-def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
+def _cost(data: dict[str, Any], faults: list[str]) -> Cost:
     declared = Cost.__dataclass_fields__
-    _fields(data, need=(), may=tuple(declared), fault=fault)
+    faults += _unknown(data, tuple(declared))
     fields = {name: data[name] for name in declared if name in data}
-    faults: list[str] = []
+    unsound: list[str] = []
     for name, value in fields.items():
         if name == "skips":
-            rows = _field(data, name, [], _is_list, "a list", faults.append)
-            faults += [
-                f"skips[{at}]: [stash, pop, size]; got {shown(row)}"
-                for at, row in enumerate(rows)
-                if not _is_skip(row)
-            ]
+            unsound += _unsound_skips(value)
         elif value is not None or declared[name].default is not None:
-            _numbers(value, name, faults.append, single=name == "bandwidth")
-    if not faults:
+            listed = isinstance(value, list) and name != "bandwidth"
+            numbers = cast("list[Any]", value) if listed else [value]
+            bad = [number for number in numbers if not _is_number(number)]
+            form = (
+                "a number from 0" if name == "bandwidth" else "a number from 0, or a list of them"
+            )
+            unsound += [f"{name}: {form}; got {shown(number)}" for number in bad[:1]]
+    faults += unsound
+    if not unsound:
         try:
             return Cost(**fields)
         # Cost checks rules between numbers, such as that a skip goes forward.
         except ScheduleError as error:
             faults += [line.strip(" *") for line in str(error).split("\n")[1:]]
-    for text in faults:
-        fault(text)
-    return None
+    return Cost()  # not used: `from_json` raises the faults
 
 
-def _is_skip(row: Any) -> bool:
-    return (
-        isinstance(row, list)
-        and len(row) == 3
-        and all(map(_is_index, row[:2]))
-        and _is_number(row[2])
-    )
+def _unsound_skips(rows: Any) -> list[str]:
+    if not isinstance(rows, list):
+        return [f"skips: a list; got {shown(rows)}"]
+    return [
+        f"skips[{at}]: [stash, pop, size]; got {shown(row)}"
+        for at, row in enumerate(cast("list[Any]", rows))
+        if not (isinstance(row, list) and len(cast("list[Any]", row)) == 3)
+        or not (all(map(_is_index, row[:2])) and _is_number(row[2]))
+    ]
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | None]] = {
-    "schedule": _schedule,
-    "cost": _cost,
-}
+def _unknown(data: dict[str, Any], fields: Sequence[str]) -> list[str]:
+    """Return a fault for each field that is not one of ``fields``."""
+    return [
+        f"{shown(name)}: no such field; the fields are {', '.join(fields)}"
+        for name in data
+        if name not in fields
+    ]
 
 
-def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fault: Fault) -> None:
-    """Report missing fields and unknown fields."""
-    for name in need:
-        if name not in data:
-            fault(f"{name}: missing")
-    for name in data:
-        if name not in need and name not in may:
-            fault(f"{shown(name)}: no such field; the fields are {', '.join((*need, *may))}")
+def read_schedule(
+    rows: Iterable[tuple[str, Iterable[Sequence[str]]]], name: str, faults: list[str]
+) -> Schedule:
+    """Read the orders of a schedule. Words that are not actions are faults.
 
+    Args:
+        rows: for each device its place in the text, and its words: single words and pairs.
+        name: the name of the schedule.
+        faults: the list to which faults are added.
+    """
+    known: dict[str, Action] = {}  # a file repeats few words many times
 
-def read_actions(
-    words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault
-) -> tuple[Action, ...]:
-    """Read words as actions. ``known`` caches each word: a file repeats few words many times."""
-    actions: list[Action] = []
-    for word in words:
-        action = known.get(word)
-        if action is None:
+    def read(word: str, place: str) -> list[Action]:
+        if word not in known:
             if not is_word(word):
-                fault(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
-                continue
+                faults.append(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
+                return []
             action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
-                fault(f"{place}: {word}: stages and microbatches must be below {_MOST}")
-                continue
+                faults.append(f"{place}: {word}: stages and microbatches must be below {_MOST}")
+                return []
             known[word] = action
-        actions.append(action)
-    return tuple(actions)
+        return [known[word]]
 
-
-def _field(
-    data: Mapping[str, Any],
-    name: str,
-    default: Any,
-    is_sound: Callable[[Any], bool],
-    words: str,
-    fault: Fault,
-) -> Any:
-    """Return a field, or the default if the field is missing or invalid. Report invalid values."""
-    value = data.get(name, default)
-    if is_sound(value):
-        return value
-    fault(f"{name}: {words}; got {shown(value)}")
-    return default
-
-
-def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> None:
-    """Report a value that is not a number, nor (unless ``single``) a list of numbers."""
-    values = value if _is_list(value) and not single else (value,)
-    bad = [number for number in values if not _is_number(number)]
-    if bad:
-        fault(f"{name}: a number from 0{', or a list of them' * (not single)}; got {shown(bad[0])}")
-
-
-_LABEL = f"a text of at most {_MOST_LETTERS} letters that print"
-"""The rule for names, in words. Names appear in pictures, so they must not move a terminal's
-cursor."""
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _MOST_LETTERS and value.isprintable()
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+    orders: list[tuple[Action, ...]] = []
+    pairs: set[Pair] = set()
+    for place, groups in rows:
+        found = [[action for word in group for action in read(word, place)] for group in groups]
+        orders.append(tuple(chain.from_iterable(found)))
+        pairs |= {(group[0], group[1]) for group in found if len(group) == 2}
+    return Schedule(tuple(orders), name, frozenset(pairs))
 
 
 def _is_index(value: Any) -> bool:

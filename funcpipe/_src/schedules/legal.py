@@ -7,6 +7,9 @@ other rules, and reports all faults of a schedule at once.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError, bullets, raise_all
@@ -23,8 +26,9 @@ from funcpipe._src.data.kinds import (
     Kind,
     flowing,
 )
-from funcpipe._src.data.schedule import Action, Schedule, action_of, select
-from funcpipe._src.schedules.clock import CODE, CODED, chain, clock, coded
+from funcpipe._src.data.schedule import Action, Schedule, action_of
+from funcpipe._src.schedules.clock import CODE, CODED, clock, coded
+from funcpipe._src.schedules.clock import chain as neighbours
 from funcpipe._src.schedules.pairs import apart, joined_units
 
 MOST_FAULTS = 20  # the most faults that a message about a schedule lists
@@ -85,13 +89,15 @@ def _examine(schedule: Schedule) -> array[int]:
     if not gaps and stages * microbatches > 5 * sum(map(len, lanes)):
         gaps = ["most of its actions are missing"]
     refuse(gaps)
-    refuse(_incomplete(lanes, stages, microbatches, slices, schedule.device_of))
+    refuse([*_stage_faults(schedule), *_order_faults(lanes, stages, microbatches, slices)])
     refuse(apart(schedule))
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     pairs = joined_units(schedule)
-    starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages), pairs)
+    starts, stuck = clock(
+        lanes, schedule.device_of, microbatches, durations, neighbours(stages), pairs
+    )
     if stuck:
-        raise ScheduleError(_waiting(schedule, lanes, stuck))
+        raise ScheduleError(_waiting(schedule, stuck))
     times = [start for row in starts for start in row]
     # A stable sort of ascending rows: equal times stay ordered by device and position, so the plan
     # order is deterministic.
@@ -107,49 +113,60 @@ this order. Each schedule is checked once, and its order is kept in a small arra
 
 def _malformed(schedule: Schedule) -> list[str]:
     """Return faults of single items: not an action, negative numbers, devices without actions."""
-    faults: list[str] = []
-    whole: Action | None = None  # the first action without a slice, and the first with one
-    cut: Action | None = None
     if not schedule.orders:
         return ["it has no devices"]
+    faults: list[str] = []
     for device, order in enumerate(schedule.orders):
         if not order:
             faults.append(f"device {device} runs nothing; leave it out")
-        for action in order:
-            if type(action) is Action:
-                kind, stage, microbatch, number = action
-                if (
-                    type(stage) is int
-                    and type(microbatch) is int
-                    and stage >= 0 <= microbatch
-                    and type(kind) is Kind
-                ):
-                    if number is None:
-                        whole = whole or (None if kind in WHOLE else action)
-                        continue
-                    if type(number) is int and number >= 0 and kind not in WHOLE:
-                        cut = cut or action
-                        continue
-            text = "write Action(Kind.F, stage, microbatch) with numbers from 0"
-            if isinstance(action, str):
-                text += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
-            if type(action) is Action and action.slice is not None:
-                text += (
-                    ", or Action(Kind.F, stage, microbatch, slice); "
-                    f"{' and '.join(map(str, WHOLE))} have no slice"
-                )
-            faults.append(f"{_show(action)} on device {device} is not an action: {text}")
-    if whole is not None and cut is not None and not faults:
-        faults.append(
+        faults += [
+            f"{_show(action)} on device {device} is not an action: {_advice(action)}"
+            for action in order
+            if not _is_sound(action)
+        ]
+    if faults:
+        return faults
+    actions = [*chain.from_iterable(schedule.orders)]
+    cut = next((a for a in actions if a.slice is not None), None)
+    if cut is None:
+        return []
+    whole = next((a for a in actions if a.slice is None and a.kind not in WHOLE), None)
+    if whole is not None:
+        return [
             f"{whole} is for a whole microbatch, but {cut} is for a slice: cut all microbatches, "
             "or none"
-        )
-    elif cut is not None and not faults and schedule.num_slices == 1:
-        faults.append(
+        ]
+    if schedule.num_slices == 1:
+        return [
             f"{cut} is the only slice of its microbatch, so the microbatch is whole: write "
             f"{cut._replace(slice=None)}"
+        ]
+    return []
+
+
+def _is_sound(action: Any) -> bool:
+    """Return whether an item is an action with a kind and numbers from 0."""
+    if type(action) is not Action:
+        return False
+    kind, stage, microbatch, number = action
+    if type(kind) is not Kind or type(stage) is not int or type(microbatch) is not int:
+        return False
+    if stage < 0 or microbatch < 0:
+        return False
+    return number is None or (type(number) is int and number >= 0 and kind not in WHOLE)
+
+
+def _advice(action: Any) -> str:
+    """Say how to write an action in place of an item that is none."""
+    text = "write Action(Kind.F, stage, microbatch) with numbers from 0"
+    if isinstance(action, str):
+        text += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
+    if type(action) is Action and action.slice is not None:
+        text += (
+            ", or Action(Kind.F, stage, microbatch, slice); "
+            f"{' and '.join(map(str, WHOLE))} have no slice"
         )
-    return faults
+    return text
 
 
 def _show(action: Any) -> str:
@@ -161,152 +178,120 @@ def _show(action: Any) -> str:
     return object.__repr__(action)
 
 
-def _incomplete(
-    lanes: tuple[list[tuple[int, int, int]], ...],
-    stages: int,
-    microbatches: int,
-    slices: int,
-    device_of: tuple[int, ...],
-) -> list[str]:
-    """Return the faults of the orders.
-
-    Finds duplicates, missing actions, stages on two devices, and a wrong order within a (stage,
-    microbatch).
-    """
-    faults: list[str] = []
-    done = [bytearray(stages * microbatches) for _ in CODED]
-    needed = [[(other, done[CODE[other]]) for other in _before(kind)] for kind in CODED]
-    spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
-    once_done: dict[int, Action] = {}  # by stage, its latest G or S, which need all gradients
-    times: dict[int, int] = {}  # by stage, the number of its U so far
-    begun: dict[int, Action] = {}  # by stage, its first action
+def _stage_faults(schedule: Schedule) -> Iterator[str]:
+    """Yield the faults of stages: actions on two devices, and a wrong order of G, S and U."""
+    device_of = schedule.device_of
+    once: dict[int, Action] = {}  # by stage, its latest G or S, which need all gradients
+    gathers = Counter[int]()  # by stage, the number of its U so far
+    begun: dict[int, Action] = {}  # by stage, its first action but U
     idle: dict[int, str] = {}  # by stage, the latest U after which it has not computed yet
-    stands = {(code, stage, microbatch) for lane in lanes for code, stage, microbatch in lane}
-    for device, lane in enumerate(lanes):
-        for code, stage, microbatch in lane:
-            at = stage * microbatches + microbatch
-            action = action_of(CODED[code], stage, microbatch, slices)
+    for device, order in enumerate(schedule.orders):
+        for action in order:
+            kind, stage, microbatch, _ = action
             if device_of[stage] != device:
-                faults.append(
+                yield (
                     f"{action} on device {device}: stage {stage} is on device "
                     f"{device_of[stage]} too; a stage runs on one device"
                 )
-            if action.kind in COUNTED:
-                faults += _miscounted(
-                    action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage)
-                )
-                times[stage] = times.get(stage, 0) + 1
+            if kind in COUNTED:
+                name = f"{action} on device {device}"
+                if stage in once:
+                    yield f"{name} comes after {once[stage]}, after which its stage does not compute"
+                elif microbatch != gathers[stage]:
+                    yield (
+                        f"{name} is the {kind} number {gathers[stage]} of its stage: write "
+                        f"{action._replace(microbatch=gathers[stage])}"
+                    )
+                elif not microbatch and stage in begun:
+                    yield f"{name} comes after {begun[stage]}, which needs the parameters"
+                gathers[stage] += 1
                 if stage in idle:
-                    faults.append(f"{idle[stage]} before {action}; leave it out")
-                idle[stage] = (
-                    f"{action} on device {device} is not needed: stage {stage} does not compute"
-                )
+                    yield f"{idle[stage]} before {action}; leave it out"
+                idle[stage] = f"{name} is not needed: stage {stage} does not compute"
                 continue
-            if done[code][at]:
-                faults.append(f"{action} on device {device} appears twice")
-            done[code][at] = 1
             begun.setdefault(stage, action)
-            if action.kind in COMPUTES:
-                idle.pop(stage, None)
-            if action.kind in ONCE:
-                before = once_done.get(stage)
-                if before is not None and ONCE.index(before.kind) > ONCE.index(action.kind):
-                    faults.append(
-                        f"{action} on device {device} comes after {before}, which needs all "
+            if stage in idle and kind in COMPUTES:
+                del idle[stage]
+            if stage in once:
+                latest = once[stage]
+                # G comes before S, and both come after all gradients.
+                if kind in (*ADDS, *ONCE[: ONCE.index(latest.kind)]):
+                    yield (
+                        f"{action} on device {device} comes after {latest}, which needs all "
                         "gradients"
                     )
-                once_done[stage] = action
+            if kind in ONCE:
+                once[stage] = action
                 if microbatch:
-                    faults.append(
+                    yield (
                         f"{action} on device {device} has a microbatch ({microbatch}), but runs "
                         "once per batch"
                     )
-                continue
-            awaited = next((kind for kind, row in needed[code] if not row[at]), None)
-            if awaited is None and any(row[at] for row in spoilt[code]):
-                faults.append(
-                    f"{action} on device {device} comes too late: {action.kind} must come before "
-                    "the backward"
-                )
-            # If the awaited action does not appear at all, it is reported as missing instead.
-            elif awaited is not None and (CODE[awaited], stage, microbatch) in stands:
-                rule = (
-                    f"{awaited} must come first"
-                    if awaited is Kind.F
-                    else f"{action.kind} must come after {awaited}"
-                )
-                faults.append(f"{action} on device {device} comes too early: {rule}")
-            if slices > 1:
-                faults += _out_of_turn(action, device, slices, done, at)
-            if stage in once_done and action.kind in ADDS:
-                faults.append(
-                    f"{action} on device {device} comes after {once_done[stage]}, which needs all "
-                    "gradients"
-                )
-    faults += [f"{words} after it; leave it out" for words in idle.values()]
-    without = [stage for stage in range(stages) if times and stage not in times]
-    faults += [
+    yield from (f"{words} after it; leave it out" for words in idle.values())
+    yield from (
         f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none"
-        for stage in without
-    ]
-    faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches, slices)
-    return faults
+        for stage in range(schedule.num_stages)
+        if gathers and stage not in gathers
+    )
 
 
-def _miscounted(
-    action: Action, device: int, times: int, begun: Action | None, once: Action | None
+def _order_faults(
+    lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int
 ) -> list[str]:
-    """Return the faults of a U, after ``times`` earlier U of its stage, the stage's first other
-    action, and its G or S."""
-    if once is not None:
-        return [
-            (
-                f"{action} on device {device} comes after {once}, after which its stage does not "
-                "compute"
-            )
-        ]
-    if action.microbatch != times:
-        right = action._replace(microbatch=times)
-        return [
-            (
-                f"{action} on device {device} is the {action.kind} number {times} of its stage: "
-                f"write {right}"
-            )
-        ]
-    if not times and begun is not None:
-        return [f"{action} on device {device} comes after {begun}, which needs the parameters"]
-    return []
+    """Return the faults of each (stage, microbatch): duplicates, missing actions, a wrong order."""
+    faults: list[str] = []
+    done = [bytearray(stages * microbatches) for _ in CODED]
+    needed = [[(other, done[CODE[other]]) for other in _before(kind)] for kind in CODED]
+    backwards = [done[CODE[kind]] for kind in ADDS]
+    stands = {action for lane in lanes for action in lane}
+    for device, lane in enumerate(lanes):
+        for code, stage, microbatch in lane:
+            kind, at = CODED[code], stage * microbatches + microbatch
+            if kind in COUNTED:
+                continue
+            found: list[str] = []
+            if done[code][at]:
+                found.append("appears twice")
+            done[code][at] = 1
+            awaited = next((other for other, row in needed[code] if not row[at]), None)
+            if awaited is None:
+                # F needs no such rule: a backward that comes before its F is too early.
+                if KINDS[kind].before_backward and any(row[at] for row in backwards):
+                    found.append(f"comes too late: {kind} must come before the backward")
+            # If the awaited action does not appear at all, it is reported as missing instead.
+            elif (CODE[awaited], stage, microbatch) in stands:
+                first = awaited is Kind.F
+                rule = "F must come first" if first else f"{kind} must come after {awaited}"
+                found.append(f"comes too early: {rule}")
+            if slices > 1:
+                found += _out_of_turn(kind, stage, microbatch, slices, done, at)
+            for fault in found:
+                action = action_of(kind, stage, microbatch, slices)
+                faults.append(f"{action} on device {device} {fault}")
+    return faults + _unpaired(dict(zip(CODED, done, strict=True)), microbatches, slices)
 
 
 def _out_of_turn(
-    action: Action, device: int, slices: int, done: list[bytearray], at: int
+    kind: Kind, stage: int, piece: int, slices: int, done: list[bytearray], at: int
 ) -> list[str]:
     """Return the fault if a slice runs before the slice whose carry it reads."""
-    flow, number = KINDS[action.kind].flow, action.slice or 0
+    flow = KINDS[kind].flow
     if flow is None:
         return []
-    step = 1 if flow is Flow.FORWARD else -1
-    if not 0 <= number - step < slices or any(
-        done[CODE[kind]][at - step] for kind in flowing(flow)
+    step, what = (1, "its carry") if flow is Flow.FORWARD else (-1, "the gradient of its carry")
+    if not 0 <= piece % slices - step < slices or any(
+        done[CODE[other]][at - step] for other in flowing(flow)
     ):
         return []
-    other = action._replace(slice=number - step)
-    what = "its carry" if flow is Flow.FORWARD else "the gradient of its carry"
-    return [f"{action} on device {device} comes before {other}, from which it gets {what}"]
+    return [
+        f"comes before {action_of(kind, stage, piece - step, slices)}, from which it gets {what}"
+    ]
 
 
 def _before(kind: Kind) -> list[Kind]:
     """Return the kinds that must come before a kind, in their order."""
     after = KINDS[kind].after
     return [] if after is None else [*_before(after), after]
-
-
-def _later(kind: Kind) -> tuple[Kind, ...]:
-    """Return the kinds that must not come before a kind.
-
-    Not needed for F: a backward that comes before its F is already reported as too early.
-    """
-    return ADDS if KINDS[kind].before_backward else ()
 
 
 def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> list[str]:
@@ -319,34 +304,34 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
         f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands
     ]
     if any(any(row) for kind, row in done.items() if kind not in WITHOUT_BACKWARD):
-        for at, (whole, half) in enumerate(zip(done[Kind.B], done[Kind.I], strict=True)):
-            if not whole and not half:
-                faults.append(
-                    f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})"
-                )
+        faults += [
+            f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})"
+            for at, backwards in enumerate(zip(done[Kind.B], done[Kind.I], strict=True))
+            if not any(backwards)
+        ]
     for kind, row in KINDS.items():
-        other = row.pair
-        if other is not None and CODE[kind] < CODE[other] and done[kind] != done[other]:
-            for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
-                if first != second:
-                    whole = f", without {name(Kind.B, at)}" if done[Kind.B][at] else ""
-                    faults.append(
-                        f"{name(other if first else kind, at)} is missing: {kind} and {other} "
-                        f"come in pairs{whole}"
-                    )
-        other = row.excludes
-        if other is not None and CODE[kind] < CODE[other]:
-            for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
-                if first and second:
-                    words = f"{row.word}, or {KINDS[other].word}, not both"
-                    faults.append(f"{name(kind, at)} and {name(other, at)} both appear: {words}")
+        pair, excluded = row.pair, row.excludes
+        if pair is not None and CODE[kind] < CODE[pair]:
+            faults += [
+                f"{name(pair if first else kind, at)} is missing: {kind} and {pair} come in pairs"
+                + (f", without {name(Kind.B, at)}" if done[Kind.B][at] else "")
+                for at, (first, second) in enumerate(zip(done[kind], done[pair], strict=True))
+                if first != second
+            ]
+        if excluded is not None and CODE[kind] < CODE[excluded]:
+            words = f"{row.word}, or {KINDS[excluded].word}, not both"
+            faults += [
+                f"{name(kind, at)} and {name(excluded, at)} both appear: {words}"
+                for at, stands in enumerate(zip(done[kind], done[excluded], strict=True))
+                if all(stands)
+            ]
     return faults
 
 
 def _gaps(schedule: Schedule) -> list[str]:
     """Return a fault for each gap in the numbers: they were counted from 1, or mistyped."""
-    orders = select(schedule.orders, lambda action: action.kind not in COUNTED)
-    columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
+    numbered = [a for order in schedule.orders for a in order if a.kind not in COUNTED]
+    columns = [*zip(*numbered, strict=True)][1:]
     faults: list[str] = []
     for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):
         present = sorted({number or 0 for number in column})
@@ -361,12 +346,12 @@ def _gaps(schedule: Schedule) -> list[str]:
     return faults
 
 
-def _waiting(
-    schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]
-) -> str:
+def _waiting(schedule: Schedule, stuck: list[int]) -> str:
     """Describe a deadlock: for each waiting device, the action it waits for and its place."""
     place = {
-        action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)
+        action: (device, at)
+        for device, order in enumerate(schedule.orders)
+        for at, action in enumerate(order)
     }
     joined = [{*schedule.joined(order)} for order in schedule.orders]
     # A pair begins as a whole: a device that waits for the second action has not begun the first.
@@ -384,16 +369,9 @@ def _waiting(
         if position < 0:
             lines.append(f"device {device} is done")
             continue
-        code, stage, microbatch = lanes[device][position]
-        flow = KINDS[CODED[code]].flow
-        sources = [CODE[kind] for kind in flowing(flow)] if flow is not None else []
-        other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
-        keys = [
-            key for key in ((source, other_stage, microbatch) for source in sources) if key in place
-        ]
-        needs = next((key for key in keys if not is_done(*place[key])), keys[0])
-        other, where = place[needs]
-        awaited = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
+        needs = [need for need in schedule.orders[device][position].needs() if need in place]
+        awaited = next(need for need in needs if not is_done(*place[need]))
+        other, where = place[awaited]
         steps = where - heads[other]
         detail = f"device {other} cannot start {awaited} either"
         if steps > (heads[other] in joined[other]):

@@ -95,25 +95,15 @@ def joinable(
     for order in schedule.orders:
         joined = {*schedule.joined(order)}
         found: list[int] = []
-        may = {*can_join(order)}
         for at, (one, other) in enumerate(pairwise(order)):
             if found and found[-1] == at - 1:
                 continue
-            free = at in may and at + 1 not in joined
+            may = {one.kind, other.kind} in _OVERLAPPING and may_overlap(one, other)
+            free = may and at + 1 not in joined
             if at in joined or (free and (join is None or join(one, other))):
                 found.append(at)
         out.append(found)
     return out
-
-
-def can_join(order: Sequence[Action]) -> list[int]:
-    """Return the positions where an F and a B or I are neighbours that may overlap."""
-    neighbours = enumerate(pairwise(order))
-    return [
-        at
-        for at, two in neighbours
-        if {one.kind for one in two} in _OVERLAPPING and may_overlap(*two)
-    ]
 
 
 def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:

@@ -6,12 +6,12 @@ This format contains computing actions only. JSON and text are in `formats` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
-from funcpipe._src.data.kinds import COUNTED, ONCE, Kind
-from funcpipe._src.data.schedule import Action, Pair, Schedule, select
-from funcpipe._src.schedules.formats import read_actions, shown
+from funcpipe._src.data.kinds import WHOLE, Kind
+from funcpipe._src.data.schedule import Schedule, select, words_of
+from funcpipe._src.schedules.formats import read_schedule, shown
 from funcpipe._src.schedules.legal import MOST_FAULTS, check
 
 _NO_ACTION = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
@@ -41,33 +41,19 @@ def to_torch_csv(schedule: Schedule) -> str:
         ScheduleError: the schedule is not legal, or torch could not run it.
     """
     check(schedule)
-    faults: list[str] = []
-    if not schedule.has_backward:
-        faults.append(
-            "it has no backwards: torch has no forward-only schedules; evaluate with torch's "
-            "`schedule.eval`"
-        )
-    if schedule.num_slices > 1:
-        faults.append(
-            "its microbatches are cut into slices, which torch's schedules do not have; make it "
-            "without num_slices="
-        )
     kinds = {action.kind for order in schedule.orders for action in order}
-    if Kind.R in kinds:
-        faults.append(
-            "it has R: torch's schedules have no remat; write the schedule as it was before "
-            "`fp.schedules.remat`, and checkpoint inside the stages"
-        )
-    if kinds & {Kind.O, Kind.L}:
-        faults.append(
-            "it has O and L: torch's schedules have no offload; write it as it was before "
-            "`fp.schedules.offload`"
-        )
-    alike = [
-        pair
-        for pair in schedule.pairs
-        if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
-    ]
+    alike = [pair for pair in schedule.pairs if [a.kind for a in pair].count(Kind.F) != 1]
+    reasons = {
+        "it has no backwards: torch has no forward-only schedules; evaluate with torch's "
+        "`schedule.eval`": not schedule.has_backward,
+        "its microbatches are cut into slices, which torch's schedules do not have; make it "
+        "without num_slices=": schedule.num_slices > 1,
+        "it has R: torch's schedules have no remat; write the schedule as it was before "
+        "`fp.schedules.remat`, and checkpoint inside the stages": Kind.R in kinds,
+        "it has O and L: torch's schedules have no offload; write it as it was before "
+        "`fp.schedules.offload`": bool(kinds & {Kind.O, Kind.L}),
+    }
+    faults = [reason for reason, holds in reasons.items() if holds]
     if alike:
         first = "({} {})".format(*min(alike))
         faults.append(
@@ -80,19 +66,15 @@ def to_torch_csv(schedule: Schedule) -> str:
         ScheduleError,
     )
     computing = schedule.reordered(
-        select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED)), schedule.name
+        select(schedule.orders, lambda action: action.kind not in WHOLE), schedule.name
     )
-    return "".join(",".join(_cells(computing, order)) + "\n" for order in computing.orders)
+    rows = [map(_cell, words_of(line)) for line in computing.lines()]
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
-def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:
-    """Return the cells of an order: one action each, or a pair."""
-    joined = {*schedule.joined(order)}
-    return [
-        f"({order[at]};{order[at + 1]})OVERLAP_F_B" if at in joined else str(order[at])
-        for at in range(len(order))
-        if at - 1 not in joined
-    ]
+def _cell(words: tuple[str, ...]) -> str:
+    """Return the cell of one action, or of a pair."""
+    return words[0] if len(words) == 1 else f"({words[0]};{words[1]})OVERLAP_F_B"
 
 
 def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
@@ -117,33 +99,26 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
     if not isinstance(text, str):
         raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
     faults: list[str] = []
-    known: dict[str, Action] = {}
-    orders: list[tuple[Action, ...]] = []
-    pairs: set[Pair] = set()
-    for row, line in enumerate(text.rstrip().split("\n"), 1):
-        words: list[str] = []
-        places: list[int] = []
-        for cell in map(str.strip, line.split(",")):
-            pair = _PAIR.fullmatch(cell)
-            if pair:
-                places.append(len(words))
-                words += map(str.strip, pair.groups())
-            elif not cell:
-                continue
-            elif _NO_ACTION.fullmatch(cell):
-                faults.append(
-                    f"row {row}: {shown(cell)}: funcpipe does not know this action of torch; let "
-                    'torch write the schedule with format="compute_only", which omits it'
-                )
-            else:
-                words.append(cell)
-        order = read_actions(words, f"row {row}", known=known, fault=faults.append)
-        orders.append(order)
-        pairs |= {(order[at], order[at + 1]) for at in places if len(order) == len(words)}
+
+    def rows() -> Iterator[tuple[str, list[Sequence[str]]]]:
+        for number, line in enumerate(text.rstrip().split("\n"), 1):
+            groups: list[Sequence[str]] = []
+            for cell in filter(None, map(str.strip, line.split(","))):
+                if _NO_ACTION.fullmatch(cell):
+                    faults.append(
+                        f"row {number}: {shown(cell)}: funcpipe does not know this action of torch; "
+                        'let torch write the schedule with format="compute_only", which omits it'
+                    )
+                    continue
+                pair = _PAIR.fullmatch(cell)
+                groups.append([*map(str.strip, pair.groups())] if pair else [cell])
+            yield f"row {number}", groups
+
+    schedule = read_schedule(rows(), name, faults)
     raise_all(
         "the text is not a schedule of torch.distributed.pipelining:",
         faults,
         ScheduleError,
         most=MOST_FAULTS,
     )
-    return Schedule(tuple(orders), name, frozenset(pairs))
+    return schedule

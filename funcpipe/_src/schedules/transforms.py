@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.data.kinds import ADDS, COMPUTES, ONCE
@@ -353,12 +352,13 @@ def offload(
     moved = _with(
         schedule, "offload", [_moves(schedule, order, move, ahead) for order in schedule.orders]
     )
+    rematted = {a[1:] for order in schedule.orders for a in order if a.kind is Kind.R}
     faults = [
-        f"{action}, but its residual is computed again by {action._replace(kind=Kind.R)}"
+        f"{a._replace(kind=Kind.F)}, but its residual is computed again by "
+        f"{a._replace(kind=Kind.R)}"
         for order in moved.orders
-        for action in sorted(
-            _forwards_of(order, Kind.O) & _forwards_of(order, Kind.R), key=itemgetter(1, 2, 3)
-        )
+        for a in order
+        if a.kind is Kind.O and a[1:] in rematted
     ]
     raise_all(
         f"a residual of {schedule.name!r} is computed again or moved, not both; let move= return "
@@ -368,11 +368,6 @@ def offload(
         most=MOST_FAULTS,
     )
     return moved
-
-
-def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
-    """Return the forwards whose stage and microbatch have an action of a kind."""
-    return {action._replace(kind=Kind.F) for action in order if action.kind is kind}
 
 
 def _moves(

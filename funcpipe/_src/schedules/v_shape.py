@@ -55,9 +55,7 @@ def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = Non
     Raises:
         ScheduleError: a count is not positive, or S is not twice D.
     """
-    _, microbatches, devices, _ = schedule_counts(
-        num_stages, num_microbatches, num_devices, folded=True, share=2
-    )
+    _, microbatches, devices = _folded(num_stages, num_microbatches, num_devices)
     # The phases need enough microbatches to fill the V. For fewer, the schedule is cut at the end.
     full = max(microbatches, 2 * devices - 1)
     orders: list[list[Action]] = []
@@ -104,9 +102,7 @@ def dualpipe_v(
     Raises:
         ScheduleError: a count is not positive, S is not twice D, or M is less than S.
     """
-    stages, microbatches, devices, _ = schedule_counts(
-        num_stages, num_microbatches, num_devices, folded=True, share=2
-    )
+    stages, microbatches, devices = _folded(num_stages, num_microbatches, num_devices)
     if microbatches < stages:
         raise ScheduleError(
             f"no such schedule: DualPipeV needs {stages} microbatches, one for each stage, to fill "
@@ -161,9 +157,7 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
     Raises:
         ScheduleError: a count is not positive, or S is not twice D.
     """
-    _, microbatches, devices, _ = schedule_counts(
-        num_stages, num_microbatches, num_devices, folded=True, share=2
-    )
+    _, microbatches, devices = _folded(num_stages, num_microbatches, num_devices)
     return Schedule(steady(_half_block, devices, microbatches), "V-Half")
 
 
@@ -190,9 +184,7 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
     Raises:
         ScheduleError: a count is not positive, or S is not twice D.
     """
-    _, microbatches, devices, _ = schedule_counts(
-        num_stages, num_microbatches, num_devices, folded=True, share=2
-    )
+    _, microbatches, devices = _folded(num_stages, num_microbatches, num_devices)
     return Schedule(steady(_min_block, devices, microbatches), "V-Min")
 
 
@@ -223,9 +215,7 @@ def v_adaptive(
         ScheduleError: a count is not positive, S is not twice D, or ``residuals`` is less than
             V-Min needs.
     """
-    stages, microbatches, devices, _ = schedule_counts(
-        num_stages, num_microbatches, num_devices, folded=True, share=2
-    )
+    stages, microbatches, devices = _folded(num_stages, num_microbatches, num_devices)
     fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
     if not isinstance(residuals, int) or residuals < fewest:
         raise ScheduleError(
@@ -262,6 +252,13 @@ def v_adaptive(
     return Schedule(orders, f"V-{residuals}") if orders is not None else v_min(stages, microbatches)
 
 
+def _folded(
+    num_stages: int, num_microbatches: int, num_devices: int | None
+) -> tuple[int, int, int]:
+    """Return the counts of stages, microbatches and devices on a V. Raises ScheduleError."""
+    return schedule_counts(num_stages, num_microbatches, num_devices, folded=True, share=2)[:3]
+
+
 def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
     """Return the order that the phases of a device spell."""
     stages = (device, 2 * devices - 1 - device)
@@ -272,18 +269,15 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
         spelled = [(_KINDS[word[0]], int(word[1:] or -1)) for word in words.split()]
         for kind, which in spelled * times:
             if kind is Kind.W:
-                at = 0
-                while which >= 0 and owed[at][0] != which:
-                    at += 1
+                at = next(at for at, (owner, _) in enumerate(owed) if which in (owner, -1))
                 owner, microbatch = owed.pop(at)
-                order.append(Action(kind, stages[owner], microbatch))
-                continue
-            counter = forwards if kind is Kind.F else backwards
-            microbatch = counter[which]
-            counter[which] = microbatch + 1
-            order.append(Action(kind, stages[which], microbatch))
-            if kind is Kind.I:
-                owed.append((which, microbatch))
+            else:
+                counter = forwards if kind is Kind.F else backwards
+                owner, microbatch = which, counter[which]
+                counter[which] += 1
+                if kind is Kind.I:
+                    owed.append((owner, microbatch))
+            order.append(Action(kind, stages[owner], microbatch))
     return order
 
 
@@ -298,13 +292,7 @@ def _half_block(device: int, devices: int) -> Block:
 
 
 def _min_block(device: int, devices: int) -> Block:
-    gap = 0 if devices % 3 else 2
-    return (
-        device,
-        2 * devices - 1 - device,
-        2 * devices + gap + device,
-        4 * devices + gap - 1 - device,
-    )
+    return _adaptive_block(device, devices, slow=devices, gap=0 if devices % 3 else 2)
 
 
 def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:

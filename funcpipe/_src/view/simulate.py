@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError
-from funcpipe._src.data.arrows import arrows_of
 from funcpipe._src.data.cost import Cost
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.placed_cost import placed_cost
@@ -18,6 +17,7 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.data.stage import Stage
+from funcpipe._src.data.trace import arrows_of
 from funcpipe._src.lower.program import lower
 from funcpipe._src.schedules.legal import examine
 from funcpipe._src.schedules.memory import running_sum
