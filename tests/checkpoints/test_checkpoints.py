@@ -398,3 +398,13 @@ def test_a_hundred_kills(tmp_path):
         assert loaded.step >= 0
         step = max(step, loaded.step)
     assert step > 0
+
+
+def test_all_files_have_the_permissions_of_the_umask(tmp_path):
+    """As files that Python writes, so that a group or a colleague can read a checkpoint."""
+    split = fp.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+    optimizer = torch.optim.AdamW(fp.leaves(split.params))
+    fp.save(tmp_path / "here", split, split.params, optimizer=optimizer)
+    (tmp_path / "plain").write_text("")
+    modes = {file.stat().st_mode for file in (tmp_path / "here").rglob("*") if file.is_file()}
+    assert {(tmp_path / "plain").stat().st_mode} == modes

@@ -696,7 +696,7 @@ def test_loss_of_the_model():
         == y["logits"].sum()
     )
     assert fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs()).loss is None
-    with pytest.raises(fp.PlanError, match=r"output has no loss at nope; its scalars are \[.*loss"):
+    with pytest.raises(fp.PlanError, match=r"output has no loss at nope; its scalars: \[.*loss"):
         fp.split(Tied(), at=["mid"], example=batch, loss="nope").loss(y, None)
 
 

@@ -93,10 +93,14 @@ def write_files(folder: Path, rows: Mapping[str, Mapping[str, Tensor]]) -> Files
             whole = {
                 key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()
             }
-            safetensors().save_file(whole, folder / name, metadata={"format": "pt"})
-            with open(folder / name, "rb+") as written:
+            path = folder / name
+            path.touch()  # with the permissions of the umask; safetensors takes all but the owner's
+            mode = path.stat().st_mode
+            safetensors().save_file(whole, path, metadata={"format": "pt"})
+            path.chmod(mode)
+            with open(path, "rb+") as written:
                 os.fsync(written.fileno())
-            files[name] = ((folder / name).stat().st_size, _hash(folder / name))
+            files[name] = (path.stat().st_size, _hash(path))
     _sync_folder(folder)
     return files
 

@@ -46,7 +46,7 @@ class ModelLoss:
                     "({..., 'labels': labels}, None); otherwise "
                 )
             raise PlanError(
-                f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; "
+                f"the model's output has no loss{where}; its scalars: {scalars(y) or 'none'}; "
                 f"{labels}give split(..., loss=path or function), or make_plan(loss=) your own loss"
             )
         return loss

@@ -46,8 +46,8 @@ def ranks(
 
     Each pair of processes has one socket. Values between two CUDA devices travel by NCCL if
     possible, else through host memory. A lane whose device has no number, as in ``devices="cuda"``,
-    uses the current CUDA device of its process. If a process fails, all others raise `PeerError` at
-    once. The next run connects again.
+    uses the current CUDA device of its process. If a process fails, all others raise `PeerError`,
+    under torchrun a second later. The next run connects again.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> stages = [fp.stage(lambda p, x: p * x)] * 2

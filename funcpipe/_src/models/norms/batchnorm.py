@@ -131,7 +131,8 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     if count <= 1:
         raise BatchError(
             "batch norm in training needs more than one value per channel, but a microbatch has "
-            f"shape {tuple(x.shape)}; use fewer microbatches, or a larger batch"
+            f"shape {tuple(x.shape)}; use fewer microbatches, a larger batch, or "
+            "DataLoader(drop_last=True)"
         )
     # torch's own kernel fills these two: with momentum 1 the "running" statistics are exactly the
     # statistics of this microbatch. So the forward is bit-identical to nn.BatchNorm.
