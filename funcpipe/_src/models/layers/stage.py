@@ -397,13 +397,18 @@ class LayersCopy(ModuleCopy):
         entries = [root for root in cut.entry if within(source, root)]
         exits = [root for root in cut.exit if within(source, root)]
         remedy = ""
+        # Each call repeats the present lists. Without a remedy here, all were tried.
         if exits and not entries:
-            remedy = f"; or, if {exits[0]!r} runs before the blocks, give {call}entry={exits})"
-        elif entries:
             remedy = (
-                f"; or, if {entries[0]!r} runs after the blocks, give {call}exit={entries}); if "
-                f"both ends use it, give {call}entry={entries}, exit={entries}); if later blocks "
-                f"use its output, let the output travel: {call}carry={entries})"
+                f"; or, if {exits[0]!r} runs before the blocks, give {call}"
+                f"entry={[*cut.entry, *exits]})"
+            )
+        elif entries and not exits and not {*entries} & {*cut.carry}:
+            after = [*cut.exit, *entries]
+            remedy = (
+                f"; or, if {entries[0]!r} runs after the blocks, give {call}exit={after}); if both "
+                f"ends use it, give {call}entry={[*cut.entry]}, exit={after}); if later blocks use "
+                f"its output, let the output travel: {call}carry={[*cut.carry, *entries]})"
             )
         return PlanError(
             f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
