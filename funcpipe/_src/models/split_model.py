@@ -33,8 +33,7 @@ _IN_PLACE_OF = {
     "named_parameters": "use fp.named_leaves(params)",
     "to": "fp.place(plan, split.params) returns parameters on the devices of the plan",
     "train": "call model.train() before fp.split; a plan with backwards trains",
-    "eval": "to evaluate, make a plan of the forwards: fp.make_plan(split, schedule.forwards(), "
-    "loss=...)",
+    "eval": "to evaluate: fp.make_plan(split, schedule.forwards(), loss=...)",
 }
 """The calls for what users of ``nn.Module`` type."""
 
