@@ -657,9 +657,12 @@ def test_a_run_tells_which_module_is_on_the_wrong_side():
     wrong = replace(find_layers(model), entry=("embed", "norm"), exit=("head",))
     assert_refused(
         model,
-        r"depends on 'norm.weight'.*if 'norm' runs after.*find_layers.model, exit=\['norm'\]",
+        r"depends on 'norm.weight'.*if 'norm' runs after.*find_layers.model, exit=\['head', 'norm'\]",
         wrong,
     )
+    # The advice ends when all of it was followed, and does not begin again.
+    tried = replace(wrong, carry=("norm",))
+    assert_refused(model, r"trace it instead: fp.split\(model, ..., example=...\)\nin ", tried)
     wrong = replace(find_layers(model), entry=(), exit=("embed", "norm", "head"))
     assert_refused(
         model,
