@@ -472,6 +472,17 @@ def test_a_save_of_some_stages_needs_ranks_and_leaves_the_checkpoint(tmp_path, m
         assert 1 == fp.load(path, model, params=split.params).step
 
 
+def test_a_save_without_params_leaves_the_checkpoint(tmp_path):
+    """None was taken as the split's own params: those from before the training."""
+    split = split_of(nn.Linear(2, 3), nn.Linear(3, 1))
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    for path, model in ((tmp_path / "split", split), (tmp_path / "plan", plan)):
+        fp.save(path, model, split.params, step=1)
+        with pytest.raises(fp.CheckpointError, match=r"one tree for each of 2 .* give params="):
+            fp.save(path, model, None, step=2)
+        assert 1 == fp.load(path, model, params=split.params).step
+
+
 def test_a_stage_without_tensors_may_have_none(tmp_path):
     split = split_of(nn.Linear(2, 3), nn.Tanh())
     fp.save(tmp_path, split, (split.params[0], None), state=(None, None), step=2)

@@ -73,7 +73,8 @@ class Entry(NamedTuple):
 def stage_trees(
     model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool
 ) -> Trees:
-    """Return the trees of the stages ``here``. Params or state of None mean those of the model.
+    """Return the trees of the stages ``here``. None means those of the model, but to save, the
+    params must be given.
 
     Raises:
         CheckpointError: ``model`` is neither a split nor a plan; there is not one tree per stage;
@@ -89,7 +90,9 @@ def stage_trees(
     trees: Trees = {}
     faults: list[str] = []
     for kind, given in (("params", params), ("state", state)):
-        row = getattr(model, kind, None) if given is None else given
+        # `save` without params must not write the parameters from before the training.
+        default = None if saving and kind == "params" else getattr(model, kind, None)
+        row = default if given is None else given
         if row is None and kind == "state":
             row = ((),) * count
         if not isinstance(row, (tuple, list)) or len(row) != count:
