@@ -85,7 +85,7 @@ storage_users: Callable[[int], int] = private(
     instead=lambda _: 3,
     lost="the first gradient of each parameter is copied",
 )
-"""The number of users of the memory with a number, with the caller. Without it: 3, so others."""
+"""The number of users of the memory with a number, with the caller. Without it: 3, as if in use."""
 
 _HOOKED = "hooks on a gradient, which a run does not call, are not refused"
 _gradient_hooks: list[Callable[[Tensor], Any]] = [
@@ -116,7 +116,7 @@ run_backward: Callable[..., Any] = private(
     ),
     lost="backwards of small stages take longer",
 )
-"""``torch.autograd.backward`` without its checks, which slow small stages. Without it: with."""
+"""``torch.autograd.backward`` without its checks, which slow small stages. Without it: checked."""
 
 backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",

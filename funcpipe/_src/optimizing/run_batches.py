@@ -88,8 +88,8 @@ def run_batches(
         plan: a plan whose schedule has steps (`schedules.step_params`).
         params: as in `run`.
         batches: a list of batches as in `run`. All batches are read first and stay in memory until
-            the end, so a loader must not reuse its tensors. With `ranks`, each rank gives the same number of batches,
-            None for a batch that the rank does not read.
+            the end, so a loader must not reuse its tensors. With `ranks`, each rank gives the same
+            number of batches, None for a batch that the rank does not read.
         optimizer: one of torch's own optimizers, or an `optim.FunctionalOptimizer`. With `ranks`,
             each rank has its own optimizer of its own leaves.
         max_norm: as in `step`. Clipping makes all batches run again one by one, so choose a

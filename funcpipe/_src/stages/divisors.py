@@ -119,7 +119,9 @@ def is_due(loss: Callable[..., Any], rows: float, kind: Hashable) -> bool:
     return True
 
 
-def note(loss: Callable[..., Any], rows: float, kind: Hashable, *, is_refused: bool) -> None:
+def record_check(
+    loss: Callable[..., Any], rows: float, kind: Hashable, *, is_refused: bool
+) -> None:
     """Record the result of a check of a loss with some rows."""
     with suppress(TypeError):
         record = _records(loss).setdefault(kind, _Record())
@@ -138,8 +140,8 @@ def why_not_mean(
 ) -> str | None:
     """Return why a loss is not a mean over rows, found by a few calls with a few rows; or "".
 
-    The loss of some rows must be the mean of the losses of the first and of the other ones, in
-    proportion to the rows. Sums, root means, and losses that compare rows fail. A pair (sum,
+    The loss of some rows must be the mean of the losses of two parts of these rows, in proportion
+    to the rows. Sums, root means, and losses that compare rows fail. A pair (sum,
     weight) fails if the sum of some rows is not the sum of its parts, or if its weight is a mean
     over rows, such as an accuracy. No check takes place if some tensor is not cut along its first
     axis, or if the loss cannot take these rows. None: fewer than two of the rows count, which shows
@@ -253,7 +255,7 @@ _STATEFUL = (
 
 
 _NOISE = 0.1
-"""The size of a loss below which its rounding error is not smaller: a loss near 0 may be the
+"""A smaller loss is allowed the rounding error of a loss of this size. A loss near 0 may be the
 difference of large numbers, such as the distance of two equal models."""
 
 _SumAndWeight: TypeAlias = tuple[float, float]

@@ -346,13 +346,13 @@ class EagerBound:
         assert self.loss is not None
         assert args.target is not None
         known, shapes = not (pair or shares.unproven), (y.shapes(), args.target.shapes())
+        kind: Hashable = self.guessed
+        is_due = self.is_due
         if known:  # only a loss that broadcasts can be wrong
-            kind: Hashable = str(shapes)
             if shares.explicit or len(shares.parts) < 2 or shapes[0] == shapes[1]:
                 return
-        else:
-            kind = self.guessed
-        is_due = LOSS_CHECKS.get() and divisors.is_due(self.loss, 2, kind) if known else self.is_due
+            kind = str(shapes)
+            is_due = LOSS_CHECKS.get() and divisors.is_due(self.loss, 2, kind)
         if not is_due:
             return
         rows = None if shares.explicit else shares.weight(args.microbatch)
@@ -370,7 +370,7 @@ class EagerBound:
         is_refused = bool(reason) and not draws.counts  # a random loss has another number each time
         if reason is not None:
             count = 2.0 if rows is None else rows
-            divisors.note(self.loss, count, kind, is_refused=is_refused)
+            divisors.record_check(self.loss, count, kind, is_refused=is_refused)
         if is_refused:
             raise BatchError(reason)
         # Go on with the next microbatch: some rows may not count, and one row shows nothing.
