@@ -53,8 +53,9 @@ _OTHER_NAMES = {
     "zb_v": "zbv",
     "dualpipe": "dualpipe_v",
     "checkpoint": "remat",
+    "forward_only": "fill_drain(..., backward=False)",
 }
-"""Names in papers and other libraries, in lower case, and the names of the same functions here."""
+"""Names in papers and other libraries, in lower case, and the functions or calls here."""
 
 if not TYPE_CHECKING:  # type checkers would accept every name of a module with __getattr__
 

@@ -334,7 +334,7 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         (lambda: fp.schedules.dualpipe_v(8, 4), "take more microbatches, or fp.schedules.zbv"),
         (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is not an action"),
         (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is not an action"),
-        (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is not an action"),
+        (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is the name of a file"),
         (
             lambda: fp.Schedule.parse(["0F0 0B0"]),
             r"parse takes text with one line per device, such as '0F0 0B0'; got a list",

@@ -368,6 +368,14 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         fp.save(
             tmp_path / "a", training.split, training.params, state=training.state, optimizer=other
         )
+    with pytest.raises(fp.CheckpointError, match="the optimizer itself, not its state_dict"):
+        fp.save(
+            tmp_path / "a",
+            training.split,
+            training.params,
+            state=training.state,
+            optimizer=training.optimizer.state_dict(),
+        )
     assert not (tmp_path / "a").exists()
 
 

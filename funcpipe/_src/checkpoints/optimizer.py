@@ -146,6 +146,11 @@ def _held(
     optimizer: torch.optim.Optimizer, found: Sequence[Entry], remedy: str
 ) -> list[list[tuple[str, Tensor]]]:
     """Return each group's parameters with their names. Raises CheckpointError for unknown ones."""
+    if not hasattr(optimizer, "param_groups"):
+        raise CheckpointError(
+            f"optimizer= takes a torch.optim.Optimizer; got a {type(optimizer).__name__}; give the "
+            "optimizer itself, not its state_dict()"
+        )
     # Reversed, so that the first entry of a tensor gives its name.
     names = {id(entry.leaf): entry.name for entry in reversed(found) if entry.kind == "params"}
     groups = [group["params"] for group in optimizer.param_groups]

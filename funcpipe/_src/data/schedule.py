@@ -219,6 +219,8 @@ class Schedule:
                 read = [tuple(map(Action.parse, group)) for group in groups]
                 orders.append(tuple(action for group in read for action in group))
                 pairs += [(group[0], group[1]) for group in read if len(group) == 2]
+        if faults and text.endswith((".txt", ".json", ".csv")):
+            faults = [f"{text!r} is the name of a file; give its text: Path({text!r}).read_text()"]
         raise_all(
             f"write {SPELLING}; two overlapping actions as in (0F3 1B1):", faults, ScheduleError
         )

@@ -81,6 +81,18 @@ class Guard:
         return f"{str(self.dtype).removeprefix('torch.')} [{sizes}]"
 
 
+def _form(spec: Spec) -> str:
+    """Write the arguments and keywords of a structure as a call, such as ``(*, mask=[*, *])``."""
+    args, kwargs = unflatten(spec, [_Leaf()] * spec.num_leaves)
+    words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"({', '.join(words)})"
+
+
+class _Leaf:
+    def __repr__(self) -> str:
+        return "*"
+
+
 def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
     if isinstance(size, int):
         return size
@@ -109,7 +121,10 @@ class Signature:
             )
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:
-            raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
+            raise BatchError(
+                f"the model was traced with the inputs {_form(self.in_spec)}; got {_form(spec)}; * "
+                "is a tensor or a number; call fp.split again with an example of this form"
+            )
         sizes: dict[str, tuple[int, str]] = {}
         faults = [
             fault
