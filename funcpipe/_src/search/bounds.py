@@ -31,7 +31,7 @@ def lower_bound(problem: Problem) -> LowerBound:
     """Return the largest bound. Of equal bounds the first wins: work before memory, simple
     first."""
     there_and_back = LowerBound(
-        _way(problem), "the way of a microbatch through all stages and back"
+        _way(problem), "the path of one microbatch through all stages and back"
     )
     problem = problem.computing
     heads = _heads(problem)
@@ -49,7 +49,9 @@ def lower_bound(problem: Problem) -> LowerBound:
         head = heads[stages[0]] if problem.objective == "makespan" else 0.0
         bounds += [LowerBound(value + head, binds) for value, binds in spans]
     value, device = windows_bound(problem)
-    bounds.append(LowerBound(value, f"the orders that memory and ways leave to device {device}"))
+    bounds.append(
+        LowerBound(value, f"the memory and the paths of microbatches, on device {device}")
+    )
     if problem.objective == "makespan":
         bounds.append(there_and_back)
     return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))

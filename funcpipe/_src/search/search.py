@@ -351,7 +351,7 @@ class Best:
                 )
                 if value > bound.value * (1 + ROUNDING):
                     self.bounds[number] = LowerBound(
-                        value, "the orders that memory and ways leave to the devices"
+                        value, "the memory and the paths of microbatches, on all devices"
                     )
 
     def prove(self, seed: int) -> None:
