@@ -247,8 +247,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
         if needing:
             raise PlanError(
                 f"state= is missing: {', '.join(needing)} "
-                f"{'has' if len(needing) == 1 else 'have'} state; give state=, a tuple with one "
-                "tree per stage (fp.from_module returns each; the new one is in result.state)"
+                f"{'has' if len(needing) == 1 else 'have'} state; give state=split.state, or a "
+                "tuple of the states that fp.from_module returned, to the first run, and "
+                "state=result.state of the previous run to later runs"
             )
         return tuple(() if stage in here else None for stage in range(plan.num_stages))
     states = _per_stage("state", state, plan, here)

@@ -63,7 +63,8 @@ def finish(
     stepped = () if stepping is None else stepping.stepped
     refuse_writes(
         ready,
-        "a stage wrote into its parameters; a stage is pure, so compute with a copy:",
+        "a stage wrote into its parameters (so does an embedding with max_norm=); a stage is pure, "
+        "so compute with a copy:",
         but=stepped,
     )
     if stepping is not None and stepping.spends:
