@@ -411,14 +411,14 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
                 # It writes into an input: the graph names it, and `_written` refuses it.
                 program = torch.export.export(model, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise PlanError(_reason(error, flat.rows())) from error
+        raise PlanError(_reason(error, flat)) from error
     finally:
         _capturing.on = False
     custom_functions.refuse(flat.functions, program.graph_module)
     return program
 
 
-def _reason(error: Exception, rows: Sequence[str]) -> str:
+def _reason(error: Exception, flat: _Flat) -> str:
     """The message of a failed trace: the cause, the remedy, and the first line of torch's error."""
     text = str(error).strip()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -426,6 +426,10 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
         "cut without tracing: split(model, num_stages) without example=, or write the stages "
         "yourself with fp.stage"
     )
+    if "labels" in flat.names:  # losses in models often look at the numbers of the labels
+        otherwise = (
+            f"leave labels out of the example, and give make_plan(loss=) a function; or {otherwise}"
+        )
     if (
         "data-dependent" in text
         or "GuardOnDataDependent" in type(error).__name__
@@ -443,14 +447,15 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
         why = (
             "its code fixes the number of rows (a Python branch, loop or reshape on the batch "
             "size); make it independent of the batch size (taken for rows: "
-            f"{', '.join(rows) or 'nothing'}), or give an example with the rows of one microbatch "
+            f"{', '.join(flat.rows()) or 'nothing'}), or give an example with the rows of one microbatch "
             "and any_rows=False"
         )
     else:
         why = "torch.export does not support it"
+    place = re.search(r"Caused by: \((\S+:\d+) in ", text)
     return (
-        f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. "
-        f"Otherwise {otherwise}"
+        f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}"
+        f"{f' (at {place[1]})' if place else ''}. Otherwise {otherwise}"
     )
 
 
