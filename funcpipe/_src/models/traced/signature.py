@@ -83,14 +83,9 @@ class Guard:
 
 def _form(spec: Spec) -> str:
     """Write the arguments and keywords of a structure as a call, such as ``(*, mask=[*, *])``."""
-    args, kwargs = unflatten(spec, [_Leaf()] * spec.num_leaves)
+    args, kwargs = unflatten(spec, ["*"] * spec.num_leaves)
     words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
-    return f"({', '.join(words)})"
-
-
-class _Leaf:
-    def __repr__(self) -> str:
-        return "*"
+    return f"({', '.join(words)})".replace("'*'", "*")
 
 
 def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
