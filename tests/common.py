@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,6 +88,11 @@ def ids(schedule: fp.Schedule) -> str:
     return (
         f"{schedule.name}-{schedule.num_stages}s{schedule.num_microbatches}m{schedule.num_devices}d"
     )
+
+
+def cpu_plan(stages, schedule: fp.Schedule, *, loss=F.mse_loss, **options) -> fp.Plan:
+    """A plan on the CPU, for the mean squared error unless another loss is given."""
+    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
 
 
 def same(a, b) -> bool:

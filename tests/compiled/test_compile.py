@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
 
 import funcpipe as fp
@@ -43,7 +43,7 @@ def both(
 ):
     """The same run, eager and compiled."""
     plans = [
-        fp.make_plan(one, schedule, loss=loss, outputs=True, devices="cpu")
+        cpu_plan(one, schedule, loss=loss, outputs=True)
         for one in (stages, compiled(stages, fuse=fuse))
     ]
     return [
@@ -64,10 +64,7 @@ def test_bits_of_the_zoo(kind, recompute):
         fp.schedules.zero_bubble(3, 4),
         fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
     ):
-        plans = [
-            fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
-            for one in (stages, made)
-        ]
+        plans = [cpu_plan(one, schedule, outputs=True) for one in (stages, made)]
         eager, programs = [
             fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1)
             for p in plans
@@ -111,9 +108,7 @@ def four():
 def test_bits_for_every_schedule(schedule, rows):
     """The chain `four`, an uneven batch, both executors."""
     torch.manual_seed(0)
-    plans = [
-        fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in four()
-    ]
+    plans = [cpu_plan(one, schedule, outputs=True) for one in four()]
     params = tuple(
         {"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in four()[0]
     )
@@ -186,11 +181,7 @@ def test_sums_of_rows(rows, dtype, fuse):
     batch = torch.randn(2 * rows, 3, dtype=dtype), torch.randn(2 * rows, 3, dtype=dtype)
     made = compiled(stages, fuse=fuse)
     eager, programs = [
-        fp.run(
-            fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"),
-            params,
-            batch,
-        )
+        fp.run(cpu_plan(one, fp.schedules.zero_bubble(2, 2)), params, batch)
         for one in (stages, made)
     ]
     for one, other in zip(eager.grads, programs.grads, strict=True):
@@ -234,10 +225,7 @@ def test_sums_and_views():
     ]
     for call in calls:
         stages = fp.stage(call), fp.compile_stage(fp.stage(call), fuse=False)
-        plans = [
-            fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
-            for one in stages
-        ]
+        plans = [cpu_plan([one], fp.schedules.one_f_one_b(1, 2)) for one in stages]
         batch = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
         params = {"w": torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]])}
         assert_same_result(*(fp.run(plan, (params,), batch) for plan in plans))
@@ -338,7 +326,7 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
     kept = []
     for again in (False, True):
         made = compiled(stages, fuse=False, recompute=again)
-        plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(made, fp.schedules.one_f_one_b(3, 4))
         fp.run(plan, params, batch, state=state, seed=1, executor="serial")
         kept.append([one.residual_bytes for stage in made for one in stage.program.found.values()])
     assert all(a >= b for a, b in zip(*kept, strict=True))
@@ -368,7 +356,7 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
     bytes, within 5 %."""
     _, params, state, batch, made = pair_and_programs(kind, recompute)
     schedule = family(3, 4)
-    plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(made, schedule)
     options = {"state": state, "seed": 1, "executor": "serial", "threads_per_lane": 1}
     fp.run(plan, params, batch, **options)
     held: dict[int, list[ProgramResidual]] = {
@@ -472,12 +460,8 @@ def test_a_microbatch_without_weight_adds_nothing():
 
     target = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, -1.0], [-1.0, -1.0]])
     plans = [
-        fp.make_plan(
-            one,
-            fp.schedules.one_f_one_b(2, 2),
-            loss=loss,
-            weight=lambda t: float((t >= 0).sum()),
-            devices="cpu",
+        cpu_plan(
+            one, fp.schedules.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum())
         )
         for one in (stages, compiled(stages, fuse=False))
     ]
@@ -512,7 +496,7 @@ def test_trainable_leaves_decide_the_programs():
     """A frozen parameter has no gradient, and nothing is computed for it."""
     stages, params, state, batch = pair("linear")
     made = compiled(stages, fuse=False)
-    plan = fp.make_plan(made, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(made, fp.schedules.zero_bubble(3, 4))
     everything = fp.run(plan, params, batch, state=state, threads_per_lane=1)
     some = fp.run(
         plan,
@@ -586,7 +570,7 @@ def test_all_of_it_together():
     schedule = fp.schedules.remat(fp.schedules.zero_bubble(4, 4, num_devices=2))
     found = []
     for one in (stages, compiled(stages, fuse=False)):
-        plan = fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(one, schedule)
         own, row = state, []
         for step in range(3):
             result = fp.run(
@@ -605,13 +589,7 @@ def test_tied_parameters():
     params = ({"w": w}, {"w": w})
     found = []
     for one in (stages, compiled(stages, fuse=False)):
-        plan = fp.make_plan(
-            one,
-            fp.schedules.zero_bubble(2, 2),
-            loss=F.mse_loss,
-            ties=[[(0, "w"), (1, "w")]],
-            devices="cpu",
-        )
+        plan = cpu_plan(one, fp.schedules.zero_bubble(2, 2), ties=[[(0, "w"), (1, "w")]])
         found.append(fp.run(plan, params, (torch.ones(4, 5), torch.ones(4, 5))))
     assert_same_result(*found)
 
@@ -622,19 +600,9 @@ def test_compositions():
         fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name=name) for name in "ab"
     )
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    apart = fp.run(
-        fp.make_plan((a, b), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"),
-        (pa, pb),
-        batch,
-        seed=1,
-    )
+    apart = fp.run(cpu_plan((a, b), fp.schedules.one_f_one_b(2, 2)), (pa, pb), batch, seed=1)
     whole = fp.compile_stage(fp.compose(a, b), fuse=False)
-    one = fp.run(
-        fp.make_plan((whole,), fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"),
-        ((pa, pb),),
-        batch,
-        seed=1,
-    )
+    one = fp.run(cpu_plan((whole,), fp.schedules.one_f_one_b(1, 2)), ((pa, pb),), batch, seed=1)
     assert same(apart.loss, one.loss)
     assert same([*apart.grads], [*one.grads[0]])
 
@@ -707,9 +675,7 @@ def test_what_cannot_be_traced_says_why(function, reason):
     """By name and reason; with fallback=True it runs eagerly, with eager's numbers."""
     stage = fp.stage(function, name="odd")
     batch = torch.rand(4, 3) + 0.5, torch.ones(4, 3)
-    plan = fp.make_plan(
-        [fp.compile_stage(stage)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.compile_stage(stage)], fp.schedules.one_f_one_b(1, 2))
     with pytest.raises(fp.PlanError, match=reason) as raised:
         fp.run(plan, (torch.ones(3),), batch, seed=0)
     assert "'odd'" in str(raised.value)
@@ -718,7 +684,7 @@ def test_what_cannot_be_traced_says_why(function, reason):
         return
     found = []
     for one in (stage, fp.compile_stage(stage, fallback=True)):
-        plan = fp.make_plan([one], fp.schedules.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([one], fp.schedules.zero_bubble(1, 2))
         found.append(fp.run(plan, (torch.ones(3),), batch, seed=0))
     assert_same_result(*found)
 
@@ -736,18 +702,15 @@ def test_some_microbatches_are_programs_and_some_are_not():
         fp.Schedule.parse("0F2 0B2 0F0 0B0 0F1 0B1"),
     ):
         stages = stage, fp.compile_stage(stage, fallback=True, fuse=False)
-        plans = [fp.make_plan([one], schedule, loss=F.mse_loss, devices="cpu") for one in stages]
+        plans = [cpu_plan([one], schedule) for one in stages]
         eager, mixed = [fp.run(plan, (torch.ones(3),), batch, executor="serial") for plan in plans]
         assert_same_result(eager, mixed)
         assert 1 == len(plans[1].stages[0].program.reasons())
 
 
 def test_a_stage_that_writes_into_its_parameters():
-    plan = fp.make_plan(
-        [fp.compile_stage(fp.stage(writes, name="odd"))],
-        fp.schedules.one_f_one_b(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.compile_stage(fp.stage(writes, name="odd"))], fp.schedules.one_f_one_b(1, 2)
     )
     w = torch.ones(3)
     with pytest.raises(fp.PlanError):
@@ -759,12 +722,12 @@ def test_mistakes_in_a_stage_are_its_own():
     """What fails in eager as well fails with the same error, at the same place, the loss
     included."""
     shapes = fp.compile_stage(fp.stage(lambda p, x: x @ p, name="shapes"))
-    plan = fp.make_plan([shapes], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([shapes], fp.schedules.one_f_one_b(1, 2))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         fp.run(plan, (torch.ones(5, 5),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert "0F0" == raised.value.funcpipe.action
     fine = fp.compile_stage(fp.stage(lambda p, x: x @ p))
-    plan = fp.make_plan([fine], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y, devices="cpu")
+    plan = cpu_plan([fine], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y)
     with pytest.raises(fp.StageError, match="the loss is a floating number") as raised:
         fp.run(plan, (torch.ones(3, 3),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert "0F0 (loss)" == raised.value.funcpipe.action
@@ -810,9 +773,7 @@ def test_a_buffer_that_is_no_buffer():
 
 def test_draws_need_a_seed():
     stages, params, state, batch = pair("dropout")
-    plan = fp.make_plan(
-        compiled(stages), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(compiled(stages), fp.schedules.one_f_one_b(3, 4))
     before = torch.get_rng_state()
     with pytest.raises(fp.DrawError, match="seed="):
         fp.run(plan, params, batch, state=state)
@@ -836,7 +797,7 @@ def test_a_signature_is_traced_once():
     signature."""
     stages, params, state, batch = pair("linear")
     made = compiled(stages)
-    plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(made, fp.schedules.one_f_one_b(3, 4))
 
     def work():
         fp.run(plan, params, batch, state=state)
@@ -872,9 +833,7 @@ def test_tracing_leaves_everything_as_it_was():
 def test_memory_is_free_after_a_run():
     """Residuals, sums and inputs are freed without a garbage collector."""
     stages, params, state, batch = pair("block")
-    plan = fp.make_plan(
-        compiled(stages), fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(compiled(stages), fp.schedules.zero_bubble(3, 4))
     fp.run(plan, params, batch, state=state)
     gc.collect()
     gc.disable()
@@ -983,9 +942,7 @@ def test_models_of_transformers(kind):
 
     found = []
     for stages in (split.stages, compiled(split.stages, fuse=False)):
-        plan = fp.make_plan(
-            stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu"
-        )
+        plan = cpu_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties)
         found.append(
             fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1)
         )
@@ -1002,7 +959,7 @@ def test_warmup_makes_all_that_a_step_needs():
     stages, params, state, batch = pair("dropout")
     stages = (stages[0], *compiled(stages[1:]))
     batch = (batch[0][:7], batch[1][:7])
-    plan = fp.make_plan(stages, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.zero_bubble(3, 4))
     before, told = (snapshot((params, state, batch)), torch.get_rng_state()), []
     assert 4 == fp.warmup(plan, params, batch, state=state, progress=told.append)
     assert 0 == fp.warmup(plan, params, batch, state=state)
@@ -1047,7 +1004,7 @@ def test_gradients_of_inputs_are_asked_for_by_some(first):
     programs for each."""
     part = fp.compile_stage(fp.stage(lambda p, x: torch.tanh(x @ p["w"])))
     params, x = ({"w": torch.eye(4)},), torch.randn(6, 4)
-    ran = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    ran = cpu_plan([part], fp.schedules.fill_drain(1, 2))
     halves = fp.make_plan([part], fp.schedules.fill_drain(1, 2), devices="cpu")
 
     def pulled(inputs):
@@ -1079,7 +1036,7 @@ def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
         parts = [
             make(fp.stage(one, name=f"s{i}")) for i, one in enumerate([fn, lambda p, x: x * p["w"]])
         ]
-        plan = fp.make_plan(parts, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(parts, fp.schedules.one_f_one_b(2, 4))
         results.append(fp.run(plan, params, (x, x * 2), threads_per_lane=1))
     assert same(results[0].grads, results[1].grads)
     assert torch.equal(results[0].loss, results[1].loss)

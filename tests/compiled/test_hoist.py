@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same
+from common import cpu_plan, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcpipe as fp
@@ -35,9 +35,7 @@ def both(fn, params, schedule, *, amp=False, x=X, target=T, **options):
     out = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(fn, name=f"s{number}")) for number in range(schedule.num_stages)]
-        plan = fp.make_plan(
-            stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu"
-        )
+        plan = cpu_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t))
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             out.append(fp.run(plan, params, (x, target), threads_per_lane=1, **options))
     return out
@@ -69,7 +67,7 @@ def test_a_weight_that_is_computed(schedule, rows):
     assert same(eager.loss, programs.loss)
     assert same(eager.grads, programs.grads)
     stage = fp.compile_stage(fp.stage(normed))
-    plan = fp.make_plan([stage] * 2, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([stage] * 2, schedule)
     fp.run(plan, params, (X, T))
     with Count() as count:
         fp.run(plan, params, (X, T), executor="serial")
@@ -248,9 +246,7 @@ def test_outputs_of_parameters_alone():
     found = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(constant, stash=["c"])), make(fp.stage(late, pop=["c"]))]
-        plan = fp.make_plan(
-            stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu"
-        )
+        plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 4), outputs=True)
         found.append(fp.run(plan, params, (X, T), executor="threads", threads_per_lane=1))
     assert same(found[0].grads, found[1].grads)
     assert same(found[0].outputs, found[1].outputs)
@@ -278,7 +274,7 @@ def test_what_is_handed_out_is_the_microbatchs_own(what):
     params, state, found = ({"w": torch.randn(6)},), (torch.ones(()),), []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stage = make(fp.stage(counting, state=True, commit=commit))
-        plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([stage], fp.schedules.one_f_one_b(1, 4))
         found.append(fp.run(plan, params, (X, T), state=state))
     assert same(found[0].state, found[1].state)
     assert same(found[0].grads, found[1].grads)
@@ -304,11 +300,8 @@ def test_state_that_is_only_read():
 
 def test_parameters_that_changed_between_runs():
     """What is computed once is computed once a run."""
-    plan = fp.make_plan(
-        [fp.compile_stage(fp.stage(normed), fuse=False)] * 2,
-        fp.schedules.one_f_one_b(2, 4),
-        loss=F.mse_loss,
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.compile_stage(fp.stage(normed), fuse=False)] * 2, fp.schedules.one_f_one_b(2, 4)
     )
     params = weights()
     first = fp.run(plan, params, (X, T)).loss
@@ -316,7 +309,5 @@ def test_parameters_that_changed_between_runs():
         params[0]["g"].mul_(2)
     second = fp.run(plan, params, (X, T)).loss
     assert not same(first, second)
-    eager = fp.make_plan(
-        [fp.stage(normed)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
-    )
+    eager = cpu_plan([fp.stage(normed)] * 2, fp.schedules.one_f_one_b(2, 4))
     assert same(fp.run(eager, params, (X, T)).loss, second)

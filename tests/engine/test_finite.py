@@ -8,8 +8,7 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, schedules
 
 import funcpipe as fp
 from funcpipe.testing import FaultAt
@@ -60,7 +59,7 @@ def spoil(value: float):
 @pytest.mark.parametrize(("kind", "action"), [("F", r"1F2"), ("B", r"1[BI]2")])
 def test_the_first_stage_and_microbatch_are_named(schedule, executor, value, kind, action):
     stages = FaultAt(1, 2, kind, error=spoil(value))(parts())
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, schedule)
     assert not fp.run(
         plan, params(), batch(), executor=executor
     ).finite  # silent by default, and told when asked
@@ -70,7 +69,7 @@ def test_the_first_stage_and_microbatch_are_named(schedule, executor, value, kin
     assert (where.stage, where.microbatch) == (1, 2)
     assert isinstance(caught.value, ArithmeticError)
     assert re.fullmatch(action, where.action)
-    good = fp.make_plan(parts(), schedule, loss=F.mse_loss, devices="cpu")
+    good = cpu_plan(parts(), schedule)
     result = fp.run(good, params(), batch(), executor=executor, check="finite")
     assert result.finite
     assert_same_result(fp.run(good, params(), batch(), executor=executor), result)
@@ -78,14 +77,14 @@ def test_the_first_stage_and_microbatch_are_named(schedule, executor, value, kin
 
 @pytest.mark.parametrize("schedule", schedules(S, M), ids=ids)
 def test_looking_changes_nothing(schedule):
-    plan = fp.make_plan(parts(), schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts(), schedule)
     expected = fp.run_sequential(plan, params(), batch(), check=["finite", "used"])
     assert_same_result(expected, fp.run(plan, params(), batch(), check=["finite", "used"]))
 
 
 def test_where_it_came_from():
     """Numbers that were bad before the stage are no fault of its operations."""
-    plan = fp.make_plan(parts(), fp.schedules.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts(), fp.schedules.one_f_one_b(S, M))
     x, target = batch()
     x[5, 1] = math.nan
     with pytest.raises(
@@ -104,9 +103,7 @@ def test_where_it_came_from():
 
 
 def test_the_loss_is_looked_at():
-    plan = fp.make_plan(
-        parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu"
-    )
+    plan = cpu_plan(parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log())
     with pytest.raises(fp.NotFiniteError, match=r"\* loss has 1 NaN") as caught:
         fp.run(plan, params(), (batch()[0], batch()[1] + 5), check="finite")
     assert caught.value.funcpipe.stage == S - 1
@@ -114,7 +111,7 @@ def test_the_loss_is_looked_at():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_unused_leaves(executor):
-    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts(), fp.schedules.fill_drain(S, M))
     own = params()
     own[1]["spare"] = torch.ones(2)
     result = fp.run(plan, own, batch(), executor=executor)
@@ -133,7 +130,7 @@ def test_unused_leaves(executor):
 
 
 def test_words_that_are_no_checks():
-    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts(), fp.schedules.fill_drain(S, M))
     for bad in ("nan", ["finite", "x"], 3):
         with pytest.raises(fp.PlanError, match="check is any of"):
             fp.run(plan, params(), batch(), check=bad)
@@ -165,7 +162,7 @@ def test_gradients_are_named_by_their_parameters():
         rows = [x * w for w in p["w"]]
         return sum(rows[:2]) + Bad.apply(p["w"][2]) * x + sum(rows[3:])
 
-    plan = fp.make_plan([many], fp.schedules.zero_bubble(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([many], fp.schedules.zero_bubble(1, 2))
     params = ({"w": [torch.ones(()) for _ in range(11)]},)
     x = torch.ones(4, 2)
     with pytest.raises(fp.NotFiniteError) as caught:

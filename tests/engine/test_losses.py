@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, same
+from common import EXECUTORS, assert_same_result, cpu_plan, same
 from watch import num_tensors
 
 import funcpipe as fp
@@ -20,9 +20,7 @@ SCALE = fp.stage(lambda p, x: x * p, name="scale")
 
 
 def plan_of(loss, stages=(SCALE,), count=4, **options):
-    return fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options
-    )
+    return cpu_plan(stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, **options)
 
 
 def run(loss, x, target=None, count=4, p=None, weight=None, **options):
@@ -99,12 +97,11 @@ def test_weight_0_adds_exactly_0(executor):
     torch.testing.assert_close(result.loss, loss)
     torch.testing.assert_close(result.grads[0], gradient)
     stages = (SCALE, SCALE, SCALE)
-    plan = fp.make_plan(
+    plan = cpu_plan(
         stages,
         fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)),
         loss=F.cross_entropy,
         weight=lambda t: (t != -100).sum(),
-        devices="cpu",
     )
     many = fp.run(
         plan,
@@ -198,7 +195,7 @@ def test_the_loss_is_called_once_per_microbatch(executor):
     calls.clear()
     keep = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3), keep=lambda action: action.stage == 1)
     fp.run(
-        fp.make_plan([SCALE] * 2, keep, loss=loss, devices="cpu"),
+        cpu_plan([SCALE] * 2, keep, loss=loss),
         (torch.ones(()), torch.ones(())),
         (torch.ones(3, 1), None),
         executor=executor,
@@ -241,7 +238,7 @@ def test_auxiliary_losses_count_by_their_microbatch(form, executor):
         fp.schedules.one_f_one_b(2, 4),
         fp.schedules.remat(fp.schedules.zero_bubble(2, 4)),
     ):
-        plan = fp.make_plan([side, last], schedule, loss=fn, weight=weight, devices="cpu")
+        plan = cpu_plan([side, last], schedule, loss=fn, weight=weight)
         params = tuple(torch.ones((), dtype=torch.float64) for _ in range(2))
         result = fp.run(plan, params, (x, t), executor=executor)
         torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)

@@ -5,7 +5,7 @@ from collections import OrderedDict, UserDict, namedtuple
 
 import pytest
 import torch
-from common import EXECUTORS, same
+from common import EXECUTORS, cpu_plan, same
 
 import funcpipe as fp
 from funcpipe._src.batch.microbatch import cut, sizes
@@ -61,11 +61,10 @@ def test_every_row_arrives_once(rows, count, expected):
 
 def test_absent_microbatches_do_not_run():
     """3 rows over 8: neither forwards nor backwards of the others are in the timeline."""
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x * p)] * 2,
         fp.schedules.one_f_one_b(2, 8),
         loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
     )
     result = fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(3, 1), None), record=True)
     assert "0F0 0F1 0B0 0F2 0B1 0B2" == " ".join(
@@ -140,11 +139,10 @@ def test_rows_that_do_not_match_are_refused_with_their_places():
     assert "inputs[1] is a 0-dim tensor" in refused(2, (torch.ones(4), torch.tensor(1.0)))
     assert "no rows" in refused(2, torch.ones(0, 3))
     assert "has shape (4, 2) and no axis 2" in refused(2, fp.Axis(torch.ones(4, 2), 2))
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x)],
         fp.schedules.fill_drain(1, 2, backward=False),
         loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"target\['y'\] has 5"):
         fp.run(plan, ((),), (torch.ones(4), {"y": torch.ones(5)}))
@@ -170,11 +168,10 @@ def test_every_fault_of_a_batch_is_named():
 @pytest.mark.parametrize("batch", [torch.ones(4), (torch.ones(4),), (torch.ones(4),) * 3, None])
 def test_a_batch_with_a_loss_is_a_pair(batch):
     """(inputs, target), where target may be None."""
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x)],
         fp.schedules.fill_drain(1, 2, backward=False),
         loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"\(inputs, target\).*target may be None"):
         fp.run(plan, ((),), batch)
@@ -218,9 +215,7 @@ def test_ready_made_microbatches_weigh_by_their_rows():
     """Means of 3 rows and of 1: the loss of all 4."""
     x, t = torch.randn(4, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     loss = lambda y, t: (y - t).square().mean()
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 2), loss=loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 2), loss=loss)
     whole = fp.run(plan, (torch.ones((), dtype=torch.float64),), (x, t))
     ragged = fp.run(
         plan, (torch.ones((), dtype=torch.float64),), (fp.Microbatches([x[:3], x[3:]]), t)

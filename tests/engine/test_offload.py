@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, same
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -115,7 +115,7 @@ def batch(rows: int = 12):
 def both(schedule, executor, *, reentrant=False, rows=12, **options):
     """The oracle's result and the run's."""
     stages, params, state = net(reentrant=reentrant, block=schedule.num_stages == S)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = cpu_plan(stages, schedule, outputs=True)
     given, feeds = batch(rows)
     common = {"state": state, "feeds": feeds, "seed": 3, "threads_per_lane": 1, "trainable": True}
     expected = fp.run_sequential(plan, params, given, **common)
@@ -282,12 +282,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     monkeypatch.setattr(EagerBound, "forward", watched)
     monkeypatch.setattr(EagerResidual, "move", looked)
     schedule = offload(fp.schedules.fill_drain(num_stages, 3), ahead=0)
-    plan = fp.make_plan(
-        [fp.stage(deep, name=f"s{i}") for i in range(num_stages)],
-        schedule,
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(deep, name=f"s{i}") for i in range(num_stages)], schedule)
     result = fp.run(plan, params, given, executor=executor, threads_per_lane=1)
     assert all(len(one.refs) > 15 for one in seen.values())
     monkeypatch.undo()
@@ -338,7 +333,7 @@ def test_it_is_measured_and_drawn():
     """O and L have spans, and are no work of the device."""
     moved = offload(fp.schedules.fill_drain(2, 4))
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 2
-    plan = fp.make_plan(stages, moved, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, moved)
     params = tuple(torch.randn(N, N) for _ in range(2))
     result = fp.run(plan, params, batch()[0], record=True, executor="threads")
     assert result.timeline is not None
@@ -509,13 +504,7 @@ def test_parameters_state_and_batch_stay():
     block, params, state = fp.from_module(
         nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Linear(N, 1)).eval()
     )
-    plan = fp.make_plan(
-        [block],
-        Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"),
-        loss=F.mse_loss,
-        devices="cpu",
-        train=False,
-    )
+    plan = cpu_plan([block], Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"), train=False)
     real = HostStream.copy
 
     def copy(self, tensors, after=None):
@@ -549,11 +538,8 @@ def test_the_bytes_that_a_residual_holds(monkeypatch):
         return event
 
     monkeypatch.setattr(EagerResidual, "move", move)
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: torch.tanh(x * p))],
-        Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"),
-        loss=F.mse_loss,
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.stage(lambda p, x: torch.tanh(x * p))], Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1")
     )
     fp.run(plan, (torch.ones(N),), (torch.randn(8, N), torch.randn(8, N)), executor="serial")
     before, away, still, after = sizes
@@ -582,7 +568,7 @@ def test_a_saved_tensor_that_was_modified_is_an_error_as_without_moves(executor)
 
     found = []
     for schedule in (MOVED, Schedule.parse("0F0 0F1 0B0 0B1")):
-        plan = fp.make_plan([careless], schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([careless], schedule)
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
             fp.run(plan, (torch.ones(N),), batch()[0], executor=executor)
         found.append(caught.value.funcpipe.action)
@@ -600,10 +586,8 @@ def test_what_is_away_cannot_be_modified():
         kept.append(h)
         return h * 2
 
-    plan = fp.make_plan([fp.stage(body)], MOVED, loss=F.mse_loss, devices="cpu")
-    pure = fp.make_plan(
-        [fp.stage(lambda p, x: torch.exp(x * p) * 2)], MOVED, loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(body)], MOVED)
+    pure = cpu_plan([fp.stage(lambda p, x: torch.exp(x * p) * 2)], MOVED)
     result = fp.run(plan, (torch.ones(N),), batch()[0], executor="serial")
     assert (kept[0] == 0).all()
     assert_same_result(fp.run_sequential(pure, (torch.ones(N),), batch()[0]), result)
@@ -615,9 +599,7 @@ def test_what_is_away_cannot_be_modified():
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, monkeypatch):
     stages, params, state = net()
-    plan = fp.make_plan(
-        stages, offload(fp.schedules.fill_drain(S, M)), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(stages, offload(fp.schedules.fill_drain(S, M)))
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "threads_per_lane": 1}
     expected = fp.run_sequential(plan, params, given, **options)
@@ -658,9 +640,7 @@ def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, mo
 def test_nothing_is_left_after_a_run(executor):
     """Slots, pieces and graphs die with the run, without the garbage collector."""
     stages, params, state = net()
-    plan = fp.make_plan(
-        stages, offload(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(stages, offload(fp.schedules.one_f_one_b(S, M)))
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "executor": executor}
     fp.run(plan, params, given, **options)

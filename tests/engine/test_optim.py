@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same, snapshot
+from common import cpu_plan, same, snapshot
 
 import funcpipe as fp
 
@@ -61,7 +61,7 @@ def test_steps_are_those_of_eager_training(make, max_norm):
         ):
             mine.copy_(theirs)
     optimizer, reference = make(fp.leaves(params)), make(plain.parameters())
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3))
     for _ in range(3):
         x, t = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
         grads = fp.run(plan, params, (x, t)).grads
@@ -138,12 +138,8 @@ def test_tied_parameters_step_together(replicas):
     w = torch.tensor([1.0, 2.0])
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
-    plan = fp.make_plan(
-        [times, times],
-        fp.schedules.one_f_one_b(2, 2),
-        loss=lambda y, t: y.mean(),
-        ties=ties,
-        devices="cpu",
+    plan = cpu_plan(
+        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
     )
     leaf = w.clone().requires_grad_()
     x = torch.randn(4, 2)
@@ -164,9 +160,7 @@ def test_one_tensor_twice_in_a_stage_gets_both_gradients():
     them."""
     w = torch.ones(2)
     part = fp.stage(lambda p, x: x * p["a"] + 2 * x * p["b"])
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean())
     params = ({"a": w, "b": w},)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
@@ -180,12 +174,8 @@ def test_one_tensor_in_two_stages_is_stepped_once():
     w = torch.tensor([1.0, 2.0])
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
-    plan = fp.make_plan(
-        [times, times],
-        fp.schedules.one_f_one_b(2, 2),
-        loss=lambda y, t: y.mean(),
-        ties=ties,
-        devices="cpu",
+    plan = cpu_plan(
+        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
     )
     params = ({"w": w}, {"w": w})
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
@@ -202,12 +192,8 @@ def test_every_place_of_a_tied_tensor_has_the_whole_sum(first):
     once = fp.stage(lambda p, x: x * p["w"])
     places = [(0, "a"), (0, "b"), (1, "w")]
     ties = [places[first:] + places[:first]]
-    plan = fp.make_plan(
-        [twice, once],
-        fp.schedules.one_f_one_b(2, 2),
-        loss=lambda y, t: y.mean(),
-        ties=ties,
-        devices="cpu",
+    plan = cpu_plan(
+        [twice, once], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
     )
     params, leaf, x = ({"a": w, "b": w}, {"w": w}), w.clone().requires_grad_(), torch.randn(4, 2)
     (x * leaf * 2 * leaf).mean().backward()
@@ -233,12 +219,11 @@ def two_runs(cut, weight=None):
         {"w": torch.randn(3, 3, dtype=torch.float64), "never": torch.ones(1)},
         {"w": torch.randn(3, 3, dtype=torch.float64), "n": 3},
     )
-    plan = fp.make_plan(
+    plan = cpu_plan(
         stages,
         fp.schedules.one_f_one_b(2, 3),
         loss=F.cross_entropy if weight else lambda y, t: F.mse_loss(y, x[:1]),
         weight=weight,
-        devices="cpu",
     )
     parts = [fp.run(plan, params, (x[a], t[a])) for a in (slice(None, cut), slice(cut, None))]
     return fp.run(plan, params, (x, t)), fp.accumulate(parts)
@@ -262,9 +247,7 @@ def test_accumulation_is_one_run_over_all(cut, weight):
 def scaled(params, **options):
     """A run of one stage that multiplies by its parameters."""
     part = fp.stage(lambda p, x: x * sum(p.values()))
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean())
     return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
 
 
@@ -303,10 +286,7 @@ def test_accumulated_evaluations_are_one():
     net, x = fp.stage(lambda p, x: x * p["w"]), torch.arange(10.0)
     params, t = ({"w": torch.tensor(2.0)},), torch.ones(10)
     schedule = fp.schedules.fill_drain(1, 2)
-    trains, plan = (
-        fp.make_plan([net], one, loss=F.mse_loss, devices="cpu")
-        for one in (schedule, schedule.forwards())
-    )
+    trains, plan = (cpu_plan([net], one) for one in (schedule, schedule.forwards()))
     parts = [fp.run(plan, params, (x[rows], t[rows])) for rows in (slice(0, 7), slice(7, 10))]
     total = fp.accumulate(parts)
     assert total.grads is None
@@ -319,9 +299,7 @@ def test_accumulated_evaluations_are_one():
 def test_a_leaf_is_unused_if_no_part_used_it():
     """A branch that the data choose: unused in one run is not unused in the sum."""
     part = fp.stage(lambda p, x: x * p["a" if x.sum() > 0 else "b"] + 0 * p["a"])
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean())
     params = ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)},)
     results = [fp.run(plan, params, (x, None)) for x in (torch.ones(2, 1), -torch.ones(2, 1))]
     assert ((0, "b"), (0, "c")) == results[0].unused

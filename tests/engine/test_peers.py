@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same, schedules
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
@@ -48,11 +48,8 @@ def test_p2_switching_between_training_and_evaluation_costs_nothing():
     calls = []
     counted = fp.stage(lambda p, x: (calls.append(1), x)[1])
     part, params, state = fp.from_module(nn.BatchNorm1d(2))
-    train = fp.make_plan(
-        [counted, part],
-        fp.schedules.one_f_one_b(2, 4),
-        loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
+    train = cpu_plan(
+        [counted, part], fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: y.sum() / len(y)
     )
     evaluate = fp.make_plan(
         [counted, part], fp.schedules.fill_drain(2, 4, backward=False), devices="cpu"
@@ -70,11 +67,10 @@ def test_p3_integer_ids_go_between_stages(executor):
     """A tokenizer stage before an embedding: every id is a real one, from the first step on."""
     seen = []
     embed = fp.stage(lambda p, x: (seen.append(x), F.embedding(x, p))[1], name="embed")
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x + 1, name="ids"), embed],
         fp.schedules.one_f_one_b(2, 3),
         loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
     )
     result = fp.run(plan, ((), torch.ones(9, 2)), (torch.arange(6), None), executor=executor)
     assert list(range(1, 7)) == torch.cat(seen).tolist()
@@ -92,7 +88,7 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
             raise KeyboardInterrupt
         return y.sum() / len(y)
 
-    plan = fp.make_plan([TIMES, TIMES], fp.schedules.fill_drain(2, 4), loss=loss, devices="cpu")
+    plan = cpu_plan([TIMES, TIMES], fp.schedules.fill_drain(2, 4), loss=loss)
     x, t = torch.randn(8, 1), torch.arange(8.0).div(2).floor()[:, None]
     with pytest.raises(KeyboardInterrupt):
         fp.run(plan, ones(2), (x * 100, t), executor=executor)
@@ -105,9 +101,7 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_p8_batches_may_grow_and_shrink(executor):
     """One plan, other rows and widths in every step."""
-    plan = fp.make_plan(
-        [TIMES, TIMES], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([TIMES, TIMES], fp.schedules.one_f_one_b(2, 4))
     for rows, width in ((8, 3), (3, 3), (17, 3), (4, 5), (1, 1)):
         x, t = torch.randn(rows, width), torch.randn(rows, width)
         result = fp.run(plan, ones(2), (x, t), executor=executor)
@@ -144,7 +138,7 @@ def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
             )
 
     stages, params, _ = zip(*[fp.from_module(Block(), name=f"b{i}") for i in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.zero_bubble(2, 4))
     fp.run(plan, params, (torch.randn(8, 2), torch.randn(8, 2)))
     assert 2 * 2 * 4 == len(calls)
 
@@ -159,11 +153,7 @@ def test_p11_the_two_halves_are_one_backward(monkeypatch):
     )
     for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.zero_bubble(2, 4)):
         calls.clear()
-        fp.run(
-            fp.make_plan([TIMES, TIMES], schedule, loss=F.mse_loss, devices="cpu"),
-            ones(2),
-            (torch.randn(4, 1), torch.randn(4, 1)),
-        )
+        fp.run(cpu_plan([TIMES, TIMES], schedule), ones(2), (torch.randn(4, 1), torch.randn(4, 1)))
         assert 8 == len(calls)
 
 
@@ -178,7 +168,7 @@ def test_p17_every_schedule_pickles_and_prints_what_it_is(schedule):
 def test_p22_what_is_printed_is_what_runs(schedule, executor):
     """The measured timeline has, device by device, the very actions of the schedule in their
     order."""
-    plan = fp.make_plan([TIMES] * 4, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([TIMES] * 4, schedule)
     timeline = fp.run(
         plan, ones(4), (torch.randn(3, 1), torch.randn(3, 1)), record=True, executor=executor
     ).timeline
@@ -205,7 +195,7 @@ def test_g2_functional_call_with_remat_has_the_given_weights(executor):
         fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
         fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
     ):
-        plan = fp.make_plan(bodies, schedule, loss=lambda y, t: y.sum() / len(y), devices="cpu")
+        plan = cpu_plan(bodies, schedule, loss=lambda y, t: y.sum() / len(y))
         params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
         grads = fp.run(plan, params, (torch.ones(2, 1), None), executor=executor).grads
         assert [10.0, 10.0] == [float(tree["weight"]) for tree in grads]
@@ -222,7 +212,7 @@ def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
         params[0]["w"].mul_(5)
         return y.sum() / len(y)
 
-    plan = fp.make_plan([part, part], wrap(fp.schedules.fill_drain(2, 2)), loss=loss, devices="cpu")
+    plan = cpu_plan([part, part], wrap(fp.schedules.fill_drain(2, 2)), loss=loss)
     with pytest.raises(
         (fp.PlanError, RuntimeError), match=r"params\[0\]\['w'\]|modified by an inplace operation"
     ):
@@ -235,7 +225,7 @@ def test_g4_a_partial_batch_keeps_its_features():
     keep = fp.schedules.remat(
         fp.schedules.fill_drain(1, 8), keep=lambda action: action.microbatch == 7
     )
-    plan = fp.make_plan([norm], keep, loss=lambda y, t: y.square().mean(), devices="cpu")
+    plan = cpu_plan([norm], keep, loss=lambda y, t: y.square().mean())
     for rows, count in ((10, 8), (3, 3), (16, 8)):
         result = fp.run(
             plan, (params,), (torch.randn(rows, 2, 3, 3), None), state=(state,), record=True
@@ -251,12 +241,11 @@ def test_g8_dropout_masks_are_those_of_the_recomputation(wrap):
     gradient, and again so."""
     drop = lambda p, x: [x := F.dropout(x * p, 0.02) for _ in range(50)][-1]
     stages = fp.stage(drop, name="a"), fp.stage(drop, name="b")
-    plan = fp.make_plan(
+    plan = cpu_plan(
         stages,
         wrap(fp.schedules.one_f_one_b(2, 4)),
         loss=lambda y, t: y.sum() / len(y),
         outputs=True,
-        devices="cpu",
     )
     whole = fp.Replicate
     params = torch.ones(1, 30), torch.ones(1, 30)
@@ -290,7 +279,7 @@ def test_g10_two_cpu_devices_are_two_threads():
 
     stages = [fp.stage(lambda p, x, i=i: Look.apply(x * p, i), name=str(i)) for i in range(2)]
     fp.run(
-        fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"),
+        cpu_plan(stages, fp.schedules.one_f_one_b(2, 4)),
         ones(2),
         (torch.randn(4, 1), torch.randn(4, 1)),
         executor="threads",
@@ -317,12 +306,7 @@ def test_a6_user_backwards_stay_on_their_lanes_thread():
             return g * 1
 
     name.set("somebody")
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: Look.apply(x * p))],
-        fp.schedules.fill_drain(1, 1),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(lambda p, x: Look.apply(x * p))], fp.schedules.fill_drain(1, 1))
     fp.run(plan, ones(1), (torch.randn(2, 1), torch.randn(2, 1)), executor="threads")
     assert [(seen[0][0], "somebody")] * 2 == seen
     assert threading.get_ident() != seen[0][0]
@@ -334,9 +318,7 @@ def test_a8_half_gradients_do_not_overflow_where_weights_are_known():
     x = torch.full((4000, 1), 100.0, dtype=torch.float16)
     p = torch.ones((), dtype=torch.float16)
     loss = lambda y, t: ((y.float()).sum(), len(y))
-    early = fp.make_plan(
-        [TIMES], fp.schedules.fill_drain(1, 2), loss=loss, weight=len, devices="cpu"
-    )
+    early = cpu_plan([TIMES], fp.schedules.fill_drain(1, 2), loss=loss, weight=len)
     result = fp.run(early, (p,), (x, x))
     assert 100.0 == pytest.approx(float(result.grads[0]), rel=1e-2)
 
@@ -359,12 +341,11 @@ def test_a10_layouts_do_not_depend_on_copies(form):
     x = torch.randn(6, 8)
     results = [
         fp.run(
-            fp.make_plan(
+            cpu_plan(
                 stages,
                 fp.schedules.fill_drain(2, 2, num_devices=d),
                 loss=lambda y, t: y.sum() / len(y),
                 outputs=True,
-                devices="cpu",
             ),
             ones(2),
             (x, None),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same
+from common import cpu_plan, same
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import default_collate
 
@@ -26,7 +26,7 @@ def sequences(width=4):
 def plan_of(stages, *, microbatches=3, loss=None, **options):
     schedule = fp.schedules.one_f_one_b(len(stages), microbatches)
     schedule = schedule if loss is not None else schedule.forwards()
-    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
+    return cpu_plan(stages, schedule, loss=loss, **options)
 
 
 def embed():
@@ -119,7 +119,7 @@ def test_feeds_and_targets_too():
     x = torch.arange(12.0).view(6, 2)
     extra = Samples([{"a": torch.ones(n)} for n in LENGTHS])
     schedule = fp.schedules.fill_drain(1, 3, backward=False)
-    plan = fp.make_plan([stage], schedule, loss=loss, weight=len, devices="cpu", outputs=True)
+    plan = cpu_plan([stage], schedule, loss=loss, weight=len, outputs=True)
     result = fp.run(plan, ((),), (x, Samples(sequences())), feeds={"extra": extra})
     want = x.sum(1) + torch.tensor([float(n) for n in LENGTHS])
     assert same(result.outputs, want)
@@ -280,9 +280,7 @@ def test_a_mean_over_a_target_of_uneven_rows_needs_its_weight(kind):
         ((3, 3, 3, 3), None),
         ((3, 5, 1, 2), None),
     ):
-        plan = fp.make_plan(
-            [stage], fp.schedules.one_f_one_b(1, 2), loss=loss, weight=weight, devices="cpu"
-        )
+        plan = cpu_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=loss, weight=weight)
         inputs = [torch.randn(length, 3) for length in lengths]
         target = target_of(lengths)
         batch = fp.batches.Samples(inputs), target
@@ -299,11 +297,8 @@ def test_a_loss_that_weighs_takes_microbatches_of_several_lengths():
     """Tokens are the weights, so it does not matter that rows are not."""
     xs, targets = [torch.randn(3, 4, 5), torch.randn(2, 4, 7)], [(3, 5), (2, 7)]
     labels = [torch.randint(0, 4, shape) for shape in targets]
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)],
-        fp.schedules.one_f_one_b(1, 2),
-        loss=F.cross_entropy,
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.stage(lambda p, x: x * p)], fp.schedules.one_f_one_b(1, 2), loss=F.cross_entropy
     )
     batch = fp.Microbatches(xs), fp.Microbatches(labels)
     result = fp.run(plan, (torch.ones(()),), batch)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import cpu_plan
 
 import funcpipe as fp
 
@@ -14,9 +15,7 @@ SCALE = fp.stage(lambda p, x: x * p["w"], name="scale")
 
 
 def plan_of(*stages, **options):
-    return fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options
-    )
+    return cpu_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), **options)
 
 
 def test_a_tied_tensor_is_stepped_once():
@@ -70,9 +69,7 @@ def test_arrays_are_not_given_whole_to_every_microbatch():
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_from_the_loss_are_checked(weight):
     """A (loss, something else) pair is not silently a (sum, weight)."""
-    plan = fp.make_plan(
-        [SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu"
-    )
+    plan = cpu_plan([SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight))
     with pytest.raises(fp.BatchError, match="not finite numbers from 0"):
         fp.run(plan, ({"w": torch.ones(3)},), (torch.ones(4, 3), None))
 
@@ -187,11 +184,8 @@ def test_wrong_kinds_of_things_name_the_right_call(call, words):
     ],
 )
 def test_options_of_the_wrong_kind(option, words):
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)],
-        fp.schedules.fill_drain(1, 1),
-        loss=torch.nn.MSELoss(),
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss()
     )
     with pytest.raises(fp.PlanError, match=words):
         fp.run(plan, (torch.ones(1),), (torch.ones(1), torch.ones(1)), **option)
@@ -200,11 +194,10 @@ def test_options_of_the_wrong_kind(option, words):
 def test_numpys_integers_are_seeds():
     import numpy as np
 
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")],
         fp.schedules.fill_drain(1, 1),
         loss=torch.nn.MSELoss(),
-        devices="cpu",
     )
     batch = (torch.ones(64), torch.ones(64))
     losses = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from common import EXECUTORS, assert_same_result, same
+from common import EXECUTORS, assert_same_result, cpu_plan, same
 
 import funcpipe as fp
 from funcpipe._src.core.torch_names import FakeTensorMode
@@ -53,12 +53,7 @@ def test_a_step_runs_once_whoever_draws_meanwhile(executor):
         while not stop.is_set():
             torch.rand(3)
 
-    plan = fp.make_plan(
-        [late, fp.stage(lambda p, x: x * p)],
-        fp.schedules.fill_drain(2, 4),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([late, fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(2, 4))
     thread = threading.Thread(target=draw)
     thread.start()
     try:
@@ -110,7 +105,7 @@ def test_a_draw_that_comes_late_is_keyed(wrap, run):
     and without remat."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
     stages = [late, fp.stage(lambda p, x: x * p, name="b")]
-    plan = fp.make_plan(stages, wrap(fp.schedules.fill_drain(2, 2)), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, wrap(fp.schedules.fill_drain(2, 2)))
     quiet, loud = torch.tensor([[-1.0], [-1.0]]), torch.tensor([[-1.0], [1.0]])
     run(plan, ones(2), (quiet, torch.zeros(2, 1)), seed=0)
     before = torch.get_rng_state()
@@ -200,12 +195,7 @@ def test_checkpoint_leaves_generators_of_devices_alone(monkeypatch):
     def stage(p, x):
         return torch.utils.checkpoint.checkpoint(region, x, p, use_reentrant=False)
 
-    plan = fp.make_plan(
-        [fp.stage(stage, name=name) for name in "ab"],
-        fp.schedules.fill_drain(2, 1),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(stage, name=name) for name in "ab"], fp.schedules.fill_drain(2, 1))
     x = torch.ones(4, 3)
     fp.run(plan, ones(2), (x, x), seed=0, executor="threads")
     assert [([], [])] * 4 == asked

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from common import cpu_plan
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,9 +153,7 @@ def both(model, schedules, *, dtype=torch.float64, first=None, amp=False, **opti
         strict=True,
     )
     x, target = torch.randn(8, 5, 6, dtype=dtype), torch.randn(8, 5, 6, dtype=dtype)
-    plans = [
-        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu") for schedule in schedules
-    ]
+    plans = [cpu_plan(stages, schedule) for schedule in schedules]
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         return [
             fp.run(plan, params, (x, target), state=state, seed=0, **options) for plan in plans
@@ -269,7 +268,7 @@ def test_a_parameter_that_is_handed_on_as_it_is():
     )
     x = torch.randn(8, 6, dtype=torch.float64)
     plans = [
-        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        cpu_plan(stages, schedule)
         for schedule in (fp.schedules.one_f_one_b(3, 4), fp.schedules.zero_bubble(3, 4))
     ]
     assert_same_bits(*[fp.run(plan, params, (x, x), state=state) for plan in plans])
@@ -280,7 +279,7 @@ def test_what_others_train_is_left_alone():
     critic = linear().double().requires_grad_(False)
     stages, params, _ = zip(*(fp.from_module(linear().double()) for _ in range(2)), strict=True)
     x = torch.randn(8, 6, dtype=torch.float64)
-    plan = fp.make_plan(stages, SPLIT, loss=lambda y, t: F.mse_loss(critic(y), t), devices="cpu")
+    plan = cpu_plan(stages, SPLIT, loss=lambda y, t: F.mse_loss(critic(y), t))
     fp.run(plan, params, (x, x))
     assert [None, None] == [parameter.grad for parameter in critic.parameters()]
 
@@ -324,10 +323,7 @@ def test_what_waits_does_not_depend_on_how_the_input_lies():
         *(fp.from_module(part.double()) for part in (linear(), model)), strict=True
     )
     x = torch.randn(6, 5, 6, dtype=torch.float64)  # 2, 2, 1 and 1 rows
-    plans = [
-        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-        for schedule in (WHOLE, SPLIT)
-    ]
+    plans = [cpu_plan(stages, schedule) for schedule in (WHOLE, SPLIT)]
     assert_same_bits(*[fp.run(plan, params, (x, x)) for plan in plans])
 
 
@@ -343,7 +339,7 @@ def test_slices_do_all_of_it_in_i():
     make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     p, x = (make(6, 6), make(6, 6)), make(8, 4, 6)
     plans = [
-        fp.make_plan([slices, slices], family(2, 4, num_slices=2), loss=F.mse_loss, devices="cpu")
+        cpu_plan([slices, slices], family(2, 4, num_slices=2))
         for family in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble)
     ]
     assert_same_tensors(*[fp.run(plan, p, (x, x)).grads for plan in plans])
@@ -377,8 +373,7 @@ def test_skips_get_their_gradients_in_time():
     p = torch.randn(6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
     x = torch.randn(8, 6, dtype=torch.float64)
     whole, split = (
-        fp.run(fp.make_plan([first, last], schedule, loss=F.mse_loss, devices="cpu"), p, (x, x))
-        for schedule in (WHOLE, SPLIT)
+        fp.run(cpu_plan([first, last], schedule), p, (x, x)) for schedule in (WHOLE, SPLIT)
     )
     assert all(map(torch.equal, whole.grads, split.grads))
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ids, same, schedules, snapshot
+from common import cpu_plan, ids, same, schedules, snapshot
 from functional_rules import MAKERS as FUNCTIONAL
 from torch import nn
 
@@ -43,9 +43,7 @@ def stage(p, x):
 
 
 def plan_of(schedule, *, loss=F.mse_loss, **options):
-    return fp.make_plan(
-        [fp.stage(stage)] * schedule.num_stages, schedule, loss=loss, devices="cpu", **options
-    )
+    return cpu_plan([fp.stage(stage)] * schedule.num_stages, schedule, loss=loss, **options)
 
 
 class Twins:
@@ -139,12 +137,7 @@ def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
         return Raises.apply(stage(p, x))
 
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, MICROBATCHES))
-    plan = fp.make_plan(
-        [fp.stage(first), fp.stage(stage), fp.stage(stage)],
-        schedule,
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(first), fp.stage(stage), fp.stage(stage)], schedule)
     params = layers()[:3]
     stepped = []
     optimizer = MAKERS["adamw"](fp.leaves(params))
@@ -263,7 +256,7 @@ def test_modules_with_state(compiled):
         split = fp.split(copy.deepcopy(model), balance=[2, 2])
         stages = [fp.compile_stage(one) for one in split.stages] if compiled else split.stages
         schedule = wrap(fp.schedules.zero_bubble(2, 3))
-        plans.append(fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"))
+        plans.append(cpu_plan(stages, schedule))
         rows.append([split.params, split.state, MAKERS["adamw"](fp.leaves(split.params))])
     for seed in range(3):
         options = {"seed": seed, "state": rows[0][1]}

@@ -11,8 +11,7 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
-from common import EXECUTORS
+from common import EXECUTORS, cpu_plan
 
 import funcpipe as fp
 from funcpipe.testing import FaultAt
@@ -34,7 +33,7 @@ def sleeping(seconds: float):
 def plan_of(kind="F", stage=1, microbatch=0, error=None):
     parts = [fp.stage(lambda p, x: x * p, name=f"layer{i}") for i in range(S)]
     stages = FaultAt(stage, microbatch, kind, error=error or sleeping(60))(parts)
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
+    return cpu_plan(stages, fp.schedules.one_f_one_b(S, M))
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +74,8 @@ def test_a_stage_in_a_folder_with_the_name_of_the_package():
     space = {"time": time}
     code = "def stage(p, x):\n    for _ in range(1000):\n        time.sleep(0.02)\n    return x"
     exec(compile(code, "/home/user/funcpipe/train.py", "exec"), space)
-    plan = fp.make_plan(
-        [fp.stage(space["stage"]), fp.stage(lambda p, x: x * p)],
-        fp.schedules.one_f_one_b(S, M),
-        loss=F.mse_loss,
-        devices="cpu",
+    plan = cpu_plan(
+        [fp.stage(space["stage"]), fp.stage(lambda p, x: x * p)], fp.schedules.one_f_one_b(S, M)
     )
     with pytest.raises(fp.RunTimeout, match=r'"/home/user/funcpipe/train\.py", line 3, in stage'):
         fp.run(plan, PARAMS, (X, X), executor="threads", timeout=0.5)
@@ -89,7 +85,7 @@ def test_a_stage_in_a_folder_with_the_name_of_the_package():
 def test_slow_is_not_stuck(executor):
     """Every action takes less than the timeout, the run takes longer."""
     parts = [fp.stage(lambda p, x: (time.sleep(0.1), x * p)[1], name=f"layer{i}") for i in range(S)]
-    plan = fp.make_plan(parts, fp.schedules.one_f_one_b(S, 6), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts, fp.schedules.one_f_one_b(S, 6))
     x = torch.ones(6, 3)
     began = time.monotonic()
     fp.run(plan, PARAMS, (x, x), executor=executor, timeout=0.5)
@@ -195,12 +191,7 @@ def test_a_failure_while_another_lane_cannot_be_interrupted():
             raise ValueError("mine")
         return x * p
 
-    plan = fp.make_plan(
-        [fp.stage(fails), fp.stage(stuck)],
-        fp.schedules.fill_drain(2, 2),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(fails), fp.stage(stuck)], fp.schedules.fill_drain(2, 2))
     x = torch.tensor([[1.0], [9.0]])
     began = time.monotonic()
     with pytest.raises(ValueError, match="mine"):

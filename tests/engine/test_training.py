@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same, snapshot
+from common import cpu_plan, same, snapshot
 from plain import STEPS, Pair
 from torch.optim import lr_scheduler, swa_utils
 
@@ -126,9 +126,7 @@ def test_adapters_train_on_a_frozen_base(chosen):
     for leaf in fp.leaves([tree["lora"] for tree in own]):
         leaf.requires_grad_()
     frozen = snapshot([tree["base"] for tree in params])
-    plan = fp.make_plan(
-        [adapted, adapted], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([adapted, adapted], fp.schedules.one_f_one_b(2, 4))
     mine = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in params]), lr=0.05)
     theirs = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in own]), lr=0.05)
     for _ in range(STEPS):
@@ -198,9 +196,7 @@ def test_tied_weights_are_clipped_once(replicas):
     if replicas:
         params[1]["3.weight"] = nn.Parameter(params[1]["3.weight"].detach().clone())
     ties = [[(0, "0.weight"), (1, "3.weight")]]
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties, devices="cpu"
-    )
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties)
     mine, theirs = (
         torch.optim.AdamW(fp.leaves(params), lr=0.1),
         torch.optim.AdamW(plain.parameters(), lr=0.1),
@@ -291,7 +287,7 @@ def training(schedule):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
     stages, params, state = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
-    plan = fp.make_plan(stages, schedule, loss=F.cross_entropy, devices="cpu")
+    plan = cpu_plan(stages, schedule, loss=F.cross_entropy)
     optimizer = torch.optim.AdamW(fp.named_leaves(params), lr=0.1)
     rates = lr_scheduler.CosineAnnealingLR(optimizer, 10)
     return (

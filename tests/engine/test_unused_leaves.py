@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import same
+from common import cpu_plan, same
 from torch import nn
 
 import funcpipe as fp
@@ -16,10 +16,7 @@ OPTIMIZERS = {
     "SGD": lambda leaves: torch.optim.SGD(leaves, lr=0.1, momentum=0.9, weight_decay=0.5),
     "Adagrad": lambda leaves: torch.optim.Adagrad(leaves, lr=0.1, weight_decay=0.5),
     "functional": lambda leaves: fp.optim.FunctionalOptimizer(
-        leaves,
-        torch.zeros_like,
-        lambda g, v, p, lr: (-lr * (0.9 * v + g + p), 0.9 * v + g),
-        lr=0.1,
+        leaves, torch.zeros_like, lambda g, v, p, lr: (-lr * (0.9 * v + g + p), 0.9 * v + g), lr=0.1
     ),
 }
 
@@ -69,11 +66,9 @@ def batches():
 def plan_of(*, steps=False, compiled=False):
     schedule = fp.schedules.one_f_one_b(2, MICROBATCHES)
     stages = [body, heads]
-    return fp.make_plan(
+    return cpu_plan(
         [fp.compile_stage(stage) for stage in stages] if compiled else stages,
         fp.schedules.step_params(schedule) if steps else schedule,
-        loss=F.mse_loss,
-        devices="cpu",
     )
 
 
@@ -131,12 +126,7 @@ def test_steps_of_several_batches_leave_unused_leaves():
     def half(params, x):
         return x * params["used"]
 
-    plan = fp.make_plan(
-        [fp.stage(half)] * 2,
-        fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2)),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(half)] * 2, fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2)))
     start = tuple({"used": torch.ones(3), "unused": torch.ones(3)} for _ in range(2))
     optimizer = torch.optim.AdamW(fp.leaves(start), lr=0.1, weight_decay=0.5)
     x = torch.randn(4, 3)
@@ -149,9 +139,7 @@ def test_steps_of_several_batches_leave_unused_leaves():
 
 
 def result_of(fn, params):
-    plan = fp.make_plan(
-        [fp.stage(fn)], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean())
     return fp.run(plan, params, (torch.ones(2, 1), None))
 
 
@@ -197,12 +185,11 @@ def test_a_tied_leaf_is_unused_only_if_all_its_stages_leave_it():
     start = torch.ones(1)
     params = ({"w": start.clone(), "v": start.clone()}, {"w": start.clone(), "v": start.clone()})
     params[1]["b"] = torch.zeros(1)
-    plan = fp.make_plan(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x * p["w"]), fp.stage(other)],
         fp.schedules.fill_drain(2, 2),
         loss=lambda y, t: y.mean(),
         ties=[((0, "w"), (1, "w")), ((0, "v"), (1, "v"))],
-        devices="cpu",
     )
     result = fp.run(plan, params, (torch.ones(4, 1), None))
     assert {(0, "v"), (1, "v")} == {*result.unused}

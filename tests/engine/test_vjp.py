@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, ids, same, schedules, snapshot
+from common import EXECUTORS, cpu_plan, ids, same, schedules, snapshot
 from watch import Watch
 
 import funcpipe as fp
@@ -43,9 +43,7 @@ def dot(y, c):
 
 def with_loss(stages, schedule, params, x, c, **options):
     """What ``run`` gives for the same cotangents: the sum over microbatches of y * c."""
-    plan = fp.make_plan(
-        stages, schedule, loss=dot, weight=lambda c: 1.0, devices="cpu", outputs=True
-    )
+    plan = cpu_plan(stages, schedule, loss=dot, weight=lambda c: 1.0, outputs=True)
     count = min(len(x), schedule.num_microbatches)
     return fp.run_sequential(plan, params, (x, c), loss_scale=count, threads_per_lane=1, **options)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, ids, schedules
+from common import assert_same_result, cpu_plan, ids, schedules
 
 import funcpipe as fp
 from funcpipe._src.devices.stream import Place
@@ -115,7 +115,7 @@ def test_played_runs_have_the_same_bits(tapes, schedule, options):
     the oracle's."""
     _, params, state = stages()
     parts = parts_of_all_schedules(**options)
-    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = cpu_plan(parts, schedule, outputs=True)
     expected_state = state
     with fp.graphs(plan) as graphs:
         for number, (x, target, scale) in enumerate(batches(4)):
@@ -227,9 +227,7 @@ def test_wrapped_leaves(tapes):
         rows, table = x
         return rows @ (p["w"] + table)
 
-    plan = fp.make_plan(
-        [first], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True
-    )
+    plan = cpu_plan([first], fp.schedules.one_f_one_b(1, 2), outputs=True)
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         for seed in (1, 2):
@@ -336,7 +334,7 @@ def test_draws_are_no_graph(tapes):
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     part, params, _ = fp.from_module(net, name="drops")
     for one in (part, fp.compile_stage(part)):
-        plan = fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([one], fp.schedules.one_f_one_b(1, 2))
         with fp.graphs(plan) as graphs:
             for seed in (1, 2):
                 result = fp.run(plan, (params,), data(), seed=seed, executor=graphs)
@@ -461,7 +459,7 @@ def test_results_that_are_what_was_given(tapes, lanes):
     loss = lambda y, t: fp.Loss(F.mse_loss(y[1], t), None, (t, t[:1], y[0]))
     last = fp.stage(lambda p, x: (x[0], x[1] * p["w"]))
     schedule = fp.schedules.one_f_one_b(2, 2, num_devices=lanes)
-    plan = fp.make_plan([part, last], schedule, loss=loss, devices="cpu", outputs=True)
+    plan = cpu_plan([part, last], schedule, loss=loss, outputs=True)
     params = ({"w": torch.ones(4)},) * 1 + ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
         kept = []
@@ -486,7 +484,7 @@ def test_results_that_hide_tensors(tapes):
     loss = lambda y, t: fp.Loss(
         F.mse_loss(y, t), None, (Metrics(y.detach().sum()), 3, "word", None)
     )
-    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 1), loss=loss, devices="cpu")
+    plan = cpu_plan([part], fp.schedules.one_f_one_b(1, 1), loss=loss)
     params = ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
         results = [fp.run(plan, params, data(seed=seed), executor=graphs) for seed in range(3)]
@@ -613,9 +611,7 @@ def test_one_run_at_a_time(tapes):
             assert go.wait(20)
         return x @ p["w"]
 
-    plan = fp.make_plan(
-        [fp.stage(waits)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(waits)], fp.schedules.one_f_one_b(1, 2))
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         found = []
@@ -639,9 +635,7 @@ def test_closed_while_they_record(tapes):
         held[0].close()
         return x @ p["w"]
 
-    plan = fp.make_plan(
-        [fp.stage(closes)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(closes)], fp.schedules.one_f_one_b(1, 2))
     graphs = fp.graphs(plan)
     held.append(graphs)
     fp.run(plan, ({"w": torch.eye(4)},), data(), executor=graphs)
@@ -683,7 +677,7 @@ def test_closed_graphs_hold_nothing(tapes):
 def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts, plan.schedule)
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
     assert result.stats.reason == "not a graph: its compiled stages are graphs themselves"
@@ -703,8 +697,8 @@ def test_programs_as_graphs(tapes, schedule, executor):
     """Each program is recorded once, whatever the microbatches, and runs of other parameters are
     the oracle's."""
     parts, params, state = stages(backend="cudagraphs")
-    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
-    plain = fp.make_plan(stages(fuse=True)[0], schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts, schedule)
+    plain = cpu_plan(stages(fuse=True)[0], schedule)
     made = None
     for x, target, scale in batches(3, rows=6):
         given = {
@@ -728,7 +722,7 @@ def test_programs_as_graphs(tapes, schedule, executor):
 def test_programs_are_recorded_by_warmup(tapes):
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(parts, plan.schedule)
     fp.warmup(plan, params, data())
     made = len(tapes.made)
     assert made == 4  # F and B of two stages
@@ -740,7 +734,7 @@ def test_dropped_programs_hold_no_memory_of_the_device(tapes):
     """Their graphs go when they do, and do not wait for the garbage collector."""
     plan, params = linear_plan(num=1, microbatches=1)
     part = fp.compile_stage(plan.stages[0], backend="cudagraphs", max_programs=2)
-    plan = fp.make_plan([part], plan.schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([part], plan.schedule)
     fp.run(plan, params, data(), executor="serial")
     mark = weakref.ref(tapes.made.pop(0))
     tapes.made.clear()
@@ -769,9 +763,7 @@ def test_what_is_on_while_programs_are_built(tapes, built):
     found = []
     for backend in ("graph", "cudagraphs"):
         part = fp.compile_stage(fp.stage(exact), backend=backend)
-        plan = fp.make_plan(
-            [part] * 2, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"
-        )
+        plan = cpu_plan([part] * 2, fp.schedules.zero_bubble(2, 2))
         amp = torch.autocast("cpu", torch.bfloat16, enabled=built == "under autocast")
         with amp:
             if built == "in inference mode":
@@ -819,7 +811,7 @@ def test_weights_are_copied_once_a_run(tapes, monkeypatch):
 def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
+    graphs = cpu_plan(parts, plan.schedule)
     with pytest.warns(
         UserWarning, match=r"cannot be a CUDA graph \(cpu has none\) and runs without one"
     ):

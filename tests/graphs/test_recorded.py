@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe._src.devices.device_graph import DeviceGraph, Recorded, Rehearsal, Unrecordable
@@ -299,15 +300,8 @@ def test_results_that_cannot_be_given():
 def test_a_failure_is_told_though_streams_fail_too(monkeypatch):
     """What a device says to streams that a failure has spoilt hides nothing, and the next run is no
     run in a run."""
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: 1 / 0)],
-        fp.schedules.one_f_one_b(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
-    good = fp.make_plan(
-        [fp.stage(lambda p, x: x)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(lambda p, x: 1 / 0)], fp.schedules.one_f_one_b(1, 2))
+    good = cpu_plan([fp.stage(lambda p, x: x)], fp.schedules.one_f_one_b(1, 2))
 
     def spoilt(self):
         raise RuntimeError("operation not permitted")

@@ -8,7 +8,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, same, schedules
 
 import funcpipe as fp
 from funcpipe._src.core.tree import flatten, map_leaves, unflatten
@@ -126,7 +126,7 @@ def check(container, extra, which):
     x, t = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     params = tuple(torch.rand((), dtype=torch.float64) + 0.5 for _ in stages)
     for schedule in which:
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = cpu_plan(stages, schedule, outputs=True)
         expected = fp.run_sequential(plan, params, (x, t))
         for executor in EXECUTORS:
             assert_same_result(expected, fp.run(plan, params, (x, t), executor=executor))
@@ -195,12 +195,7 @@ def test_parameters_are_any_tree():
     )
     one = fp.stage(lambda p, x: x * p["layers"][0].a * p["layers"][1].w, name="one")
     two = fp.stage(lambda p, x: x * p.h * p.n, name="two")
-    plan = fp.make_plan(
-        [one, two],
-        fp.schedules.one_f_one_b(2, 2),
-        loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
-    )
+    plan = cpu_plan([one, two], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum() / len(y))
     grads = fp.run(plan, params, (torch.ones(2, 3), None)).grads
     assert same(
         map_leaves(
@@ -226,9 +221,7 @@ def test_targets_feeds_and_outputs_are_trees():
         assert t["name"] == "task"
         return F.mse_loss(y.logits, t["goal"][0])
 
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2), loss=loss, outputs=True, devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=loss, outputs=True)
     x, bias, goal = torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 2)
     result = fp.run(
         plan,
@@ -264,7 +257,7 @@ def test_a_skip_that_is_popped_but_not_used():
     leaves = [torch.full((), 1.5, dtype=torch.float64, requires_grad=True) for _ in stages]
     fp.apply(stages, leaves, x).y.square().mean().backward()
     for schedule in schedules(3, 2)[::3]:
-        plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.square().mean(), devices="cpu")
+        plan = cpu_plan(stages, schedule, loss=lambda y, t: y.square().mean())
         for executor in EXECUTORS:
             grads = fp.run(
                 plan, [leaf.detach() for leaf in leaves], (x, None), executor=executor
@@ -285,7 +278,7 @@ def test_a_stage_that_stops_gradients():
         fp.schedules.one_f_one_b(2, 2),
         fp.schedules.remat(fp.schedules.zero_bubble(2, 2)),
     ):
-        plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.sum() / len(y), devices="cpu")
+        plan = cpu_plan(stages, schedule, loss=lambda y, t: y.sum() / len(y))
         for executor in EXECUTORS:
             result = fp.run(
                 plan,

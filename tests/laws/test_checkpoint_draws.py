@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, same, schedules
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import funcpipe as fp
@@ -165,7 +165,7 @@ def test_a_recomputation_repeats_its_draws(form, kind):
     for region in (plain, REGIONS[kind]):
         for schedule in plans[1:] if kind == "early stop" else plans[:1]:
             stages, params = stages_of(form, region, 2)
-            plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+            plan = cpu_plan(stages, schedule, outputs=True)
             for executor in EXECUTORS:
                 result = fp.run(plan, params, BATCH, seed=1, executor=executor)
                 expected = expected or result
@@ -180,11 +180,11 @@ def test_a_recomputation_repeats_its_draws(form, kind):
 def test_in_every_schedule(form):
     """All families and executors; the stages are parts of one model."""
     stages, params = stages_of(form, plain)
-    first = fp.make_plan(stages, fp.schedules.fill_drain(3, 3), loss=F.mse_loss, devices="cpu")
+    first = cpu_plan(stages, fp.schedules.fill_drain(3, 3))
     expected = fp.run_sequential(first, params, BATCH, seed=1)
     stages, params = stages_of(form, REGIONS["early stop"])
     for schedule in schedules(3, 3)[::3]:
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(stages, schedule)
         for executor in EXECUTORS:
             assert_same_result(expected, fp.run(plan, params, BATCH, seed=1, executor=executor))
 
@@ -197,9 +197,7 @@ def test_closures_of_a_layer_and_its_child(num_stages):
     for region in (plain, REGIONS["early stop"]):
         torch.manual_seed(0)
         split = fp.split(nn.Sequential(Outer("child", region), nn.Linear(4, 4)), num_stages)
-        plan = fp.make_plan(
-            split, fp.schedules.one_f_one_b(num_stages, 3), loss=F.mse_loss, devices="cpu"
-        )
+        plan = cpu_plan(split, fp.schedules.one_f_one_b(num_stages, 3))
         results.append(fp.run(plan, split.params, BATCH, seed=1))
     assert_same_result(*results)
 
@@ -214,7 +212,7 @@ def test_in_a_composition(nested_stage):
         weight = torch.eye(4)
         whole = fp.compose(fp.compose(a, noise), b) if nested_stage else fp.compose(a, noise, b)
         params = ((pa, weight), pb) if nested_stage else (pa, weight, pb)
-        plan = fp.make_plan([whole], fp.schedules.fill_drain(1, 3), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([whole], fp.schedules.fill_drain(1, 3))
         results.append(fp.run(plan, (params,), BATCH, seed=1))
     assert_same_result(*results)
 
@@ -232,7 +230,7 @@ def test_sequential_checkpoints():
         torch.manual_seed(0)
         layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.RReLU(), nn.Linear(4, 4), nn.Dropout(0.5)]
         part, params, _ = fp.from_module(Layers(*layers))
-        plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([part], fp.schedules.fill_drain(1, 2))
         results.append(fp.run(plan, (params,), BATCH, seed=1))
     assert_same_result(*results)
 
@@ -248,11 +246,8 @@ def test_gradients_within_a_forward():
             (slope,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
             return y + region(drop, slope, p)
 
-        plan = fp.make_plan(
-            [fp.stage(body, name="a"), fp.stage(body, name="b")],
-            fp.schedules.one_f_one_b(2, 2),
-            loss=F.mse_loss,
-            devices="cpu",
+        plan = cpu_plan(
+            [fp.stage(body, name="a"), fp.stage(body, name="b")], fp.schedules.one_f_one_b(2, 2)
         )
         results.append(fp.run(plan, (torch.eye(4), torch.eye(4)), BATCH, seed=1))
     assert_same_result(*results)
@@ -288,9 +283,7 @@ def run_region(function):
         x = checkpoint(drop, x, p, use_reentrant=False)
         return checkpoint(function, x, p, use_reentrant=False)
 
-    plan = fp.make_plan(
-        [fp.stage(body, name="a")], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([fp.stage(body, name="a")], fp.schedules.fill_drain(1, 2))
     return fp.run(plan, (torch.eye(4),), BATCH, seed=1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, same
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,9 +30,7 @@ def net(look=lambda: None):
 
 
 def train(look=lambda: None, schedule=None):
-    return fp.make_plan(
-        net(look), schedule or fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu"
-    )
+    return cpu_plan(net(look), schedule or fp.schedules.one_f_one_b(2, 3))
 
 
 def evaluate(look=lambda: None, **options):
@@ -168,7 +166,7 @@ def test_autocast_switched_off_inside_a_stage(executor):
             return torch.tanh(x.float() @ p["w"])
 
     stages = (fp.stage(full), fp.stage(full))
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3))
     with torch.autocast("cpu", torch.bfloat16):
         result = fp.run(plan, PARAMS, (X, X), executor=executor)
     torch.testing.assert_close(by_autograd(stages, 3)[1], result.grads)
@@ -256,7 +254,7 @@ def test_two_runs_at_the_same_time(executor):
     parameters."""
     layers = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
     stages, params, state = zip(*(fp.from_module(layers(), name=n) for n in "ab"), strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3))
     batches = [X, X * 2 + 1]
     options = {"state": state, "threads_per_lane": 1}
     expected = [
@@ -344,9 +342,7 @@ def test_lanes_serve_many_runs():
             )
         assert plan.num_devices == len(names())
     assert set() == names()
-    wrong = fp.make_plan(
-        net(), fp.schedules.one_f_one_b(2, 2, num_devices=1), loss=F.mse_loss, devices="cpu"
-    )
+    wrong = cpu_plan(net(), fp.schedules.one_f_one_b(2, 2, num_devices=1))
     with (
         fp.lanes(plan) as lanes,
         pytest.raises(fp.PlanError, match=r"these are 2 lanes, but the plan has 1"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, same, schedules, snapshot
+from common import EXECUTORS, cpu_plan, same, schedules, snapshot
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
@@ -93,7 +93,7 @@ def test_state_is_the_update_by_all_that_a_layer_saw(bounds, rows):
     before = snapshot(state)
     first = None
     for schedule in schedules(len(stages), 4)[::2]:
-        plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.square().mean(), devices="cpu")
+        plan = cpu_plan(stages, schedule, loss=lambda y, t: y.square().mean())
         for executor in EXECUTORS:
             new = fp.run(
                 plan, params, (x, None), state=state, executor=executor, threads_per_lane=1
@@ -109,9 +109,7 @@ def test_the_plain_average_over_several_steps(count):
     """momentum=None: the average of all batches so far, for any number of microbatches."""
     make = lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
     part, params, state = fp.from_module(make())
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum() / len(y), devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum() / len(y))
     plain, states = make(), (state,)
     for step in range(4):
         x = torch.randn(10, 3, dtype=torch.float64) * (step + 1) + step
@@ -126,12 +124,7 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
     """Mean 1e4, deviation 1: 1e-5 relative; sums of squares would give noise."""
     x = torch.randn(64, 3) + torch.tensor([1e4, -1e4, 0.0])
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0))
-    plan = fp.make_plan(
-        [part],
-        fp.schedules.one_f_one_b(1, count),
-        loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
-    )
+    plan = cpu_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum() / len(y))
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     torch.testing.assert_close(
         new["running_mean"].double(), x.double().mean(0), rtol=1e-5, atol=1e-5
@@ -151,12 +144,7 @@ def test_large_means_that_move_from_image_to_image_make_a_variance(size, form, c
     x[:, 2] = torch.randint(0, 256, (24, *size), generator=g).float()
     x = x.to(memory_format=form)
     part, params, state = fp.from_module(nn.BatchNorm2d(3, momentum=1.0))
-    plan = fp.make_plan(
-        [part],
-        fp.schedules.one_f_one_b(1, count),
-        loss=lambda y, t: y.sum() / len(y),
-        devices="cpu",
-    )
+    plan = cpu_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum() / len(y))
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     wide = x.double().transpose(0, 1).flatten(1)
     torch.testing.assert_close(new["running_mean"].double(), wide.mean(1), rtol=1e-6, atol=1e-5)
@@ -169,11 +157,8 @@ def test_half_precision_state_has_means_of_all_values(rows):
     """A bfloat16 running mean of one microbatch is no mean to merge."""
     x = (torch.randn(2 * rows, 3) + 10).bfloat16()
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0).bfloat16())
-    plan = fp.make_plan(
-        [part],
-        fp.schedules.one_f_one_b(1, 2),
-        loss=lambda y, t: y.float().sum() / len(y),
-        devices="cpu",
+    plan = cpu_plan(
+        [part], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.float().sum() / len(y)
     )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert torch.equal(new["running_mean"], x.double().mean(0).bfloat16())
@@ -192,7 +177,7 @@ def test_a_run_counts_once_whatever_is_computed_again(executor):
         fp.schedules.remat(fp.schedules.one_f_one_b(2, 4)),
         fp.schedules.remat(fp.schedules.zero_bubble(2, 4)),
     ):
-        plan = fp.make_plan((part, other), schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan((part, other), schedule)
         states = (state, rest)
         for step in (1, 2):
             states = fp.run(
@@ -231,9 +216,7 @@ def test_a_frozen_layer_stays_as_it_was():
     plain[0].running_mean += 2
     plain[0].eval()
     part, params, state = fp.from_module(plain)
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 1), outputs=True)
     x = torch.randn(6, 3, dtype=torch.float64)
     evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
     fp.run(
@@ -254,9 +237,7 @@ def test_gradients_are_those_of_batch_norm_microbatch_by_microbatch():
     for a, b in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
         (F.mse_loss(plain(a), b) * len(a) / 10).backward()
     stages, params, state = cut(model, (0, 2, 5, 8))
-    plan = fp.make_plan(
-        stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)))
     grads = flat(fp.run(plan, params, (x, t), state=state).grads)
     for key, parameter in plain.named_parameters():
         torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-12)
@@ -281,7 +262,7 @@ def test_a_recomputation_inside_of_a_stage_does_not_count(use_reentrant):
         (a, b), params, state = zip(
             fp.from_module(Block(False)), fp.from_module(Block(wrap)), strict=True
         )
-        plan = fp.make_plan([a, b], fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([a, b], fp.schedules.one_f_one_b(2, 3))
         batch = torch.linspace(-1, 1, 24).view(8, 3), torch.zeros(8, 3)
         found.append(fp.run(plan, params, batch, state=state))
     assert same(found[0].state, found[1].state)
@@ -303,9 +284,7 @@ def test_a_layer_used_twice_sees_both_inputs():
 
     x = torch.randn(7, 3, dtype=torch.float64)
     part, params, state = fp.from_module(Twice())
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum() / len(y), devices="cpu"
-    )
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum() / len(y))
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert_states(expected_state(Twice, x.tensor_split(3)), new)
 
@@ -379,7 +358,7 @@ def test_a_function_stage_commits_once_in_microbatch_order():
         fp.schedules.remat(fp.schedules.fill_drain(1, 3)),
         fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0"),
     ):
-        plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum() / len(y), devices="cpu")
+        plan = cpu_plan([counting], schedule, loss=lambda y, t: y.sum() / len(y))
         state = fp.run(
             plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)
         ).state
@@ -398,7 +377,7 @@ def test_a_commit_without_a_return_is_refused():
     def forgetting(p, x, *, state, train):
         return fp.Out(x * p, stats=x.sum().detach())
 
-    plan = fp.make_plan([forgetting], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([forgetting], fp.schedules.fill_drain(1, 2))
     x, state = torch.ones(4, 1), ({"seen": torch.zeros(())},)
     with pytest.raises(fp.PlanError, match="the commit returned None; return the new state"):
         fp.run(plan, (torch.ones(()),), (x, x), state=state)
@@ -424,7 +403,7 @@ def test_a_commit_draws_keyed_numbers(executor):
 
     def state_after(stages, params, state, seed, pick):
         schedule = fp.schedules.one_f_one_b(len(stages), 2)
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(stages, schedule)
         torch.manual_seed(next(others))  # has no effect
         result = fp.run(plan, params, (x, x), state=state, seed=seed, executor=executor)
         return pick(result.state)
@@ -471,7 +450,7 @@ def test_statistics_without_a_commit_are_refused():
         (composed, (one, 2 * one)),
         (fp.compile_stage(single), one),
     ):
-        plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([stage], fp.schedules.fill_drain(1, 2))
         with pytest.raises(fp.PlanError, match=r"returned statistics .*has no commit"):
             fp.run(plan, (params,), (x, x))
     assert float(fp.apply([single], (one,), x).stats[0]["rows"]) == 8.0

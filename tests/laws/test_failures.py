@@ -12,8 +12,7 @@ import traceback
 
 import pytest
 import torch
-import torch.nn.functional as F
-from common import assert_same_result, ids, same, snapshot
+from common import assert_same_result, cpu_plan, ids, same, snapshot
 from failing import ODD, PARAMS, Boom, Faults, M, S, X, caught, go, make
 from watch import num_tensors
 
@@ -111,9 +110,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
     commits = fp.stage(
         lambda p, x, *, state: fp.Out(x * p["w"], stats=x.sum()), name="stats", commit=fail
     )
-    plan = fp.make_plan(
-        [plain, commits], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan([plain, commits], fp.schedules.one_f_one_b(2, 2))
     run = lambda plan, **given: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan), **given)
     state = ((), torch.ones(2))
     error = caught(lambda: run(plan, state=state))
@@ -123,9 +120,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
     assert ["in commit of stage 1 ('stats') on device 1 (cpu)"] == error.__notes__
     assert torch.equal(torch.ones(2), state[1])
 
-    weighs = fp.make_plan(
-        [plain, plain], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, weight=fail, devices="cpu"
-    )
+    weighs = cpu_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), weight=fail)
     error = caught(lambda: run(weighs))
     assert isinstance(error, Boom)
     assert Where(None, "", 0, "weight", "") == error.funcpipe
@@ -134,9 +129,7 @@ def test_weight_and_commit_fail_with_their_names(executor):
 def test_a_wrong_loss_says_where(executor):
     """What funcpipe itself refuses inside a run has coordinates too."""
     plain = fp.stage(lambda p, x: x * p["w"])
-    plan = fp.make_plan(
-        [plain, plain], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y, devices="cpu"
-    )
+    plan = cpu_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y)
     error = caught(lambda: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan)))
     assert fp.StageError is type(error)
     assert "1F0 (loss)" == error.funcpipe.action

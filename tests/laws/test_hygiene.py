@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, ids, same, snapshot
+from common import EXECUTORS, cpu_plan, ids, same, snapshot
 from watch import Watch, num_tensors
 
 import funcpipe as fp
@@ -89,7 +89,7 @@ def test_a_run_touches_nothing(schedule, executor, fails):
         target.add_(0.0)
         return F.mse_loss(y, target)
 
-    plan = fp.make_plan((one, two), schedule, loss=loss, devices="cpu")
+    plan = cpu_plan((one, two), schedule, loss=loss)
     x, target = torch.randn(9, 5), torch.randn(9, 2)
     target[8] = 100.0
     given = (p1, p2), (s1, s2), (x, target)
@@ -144,7 +144,7 @@ def test_in_place_stages_touch_their_own_copy(executor, backward):
         if backward
         else fp.schedules.fill_drain(3, 2, num_devices=3, backward=False)
     )
-    plan = fp.make_plan((first, second, third), schedule, loss=loss, outputs=True, devices="cpu")
+    plan = cpu_plan((first, second, third), schedule, loss=loss, outputs=True)
     x, t, f = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
     params, state = tuple(torch.full((3,), 1.5 + i) for i in range(3)), ((), torch.ones(2), ())
     before = snapshot((x, t, f, params, state))
@@ -168,9 +168,7 @@ def watched(schedule, watch, before=lambda stage: None):
 
     backward = schedule.has_backward
     loss = F.mse_loss if backward else None
-    return fp.make_plan(
-        [part(i) for i in range(schedule.num_stages)], schedule, loss=loss, devices="cpu"
-    )
+    return cpu_plan([part(i) for i in range(schedule.num_stages)], schedule, loss=loss)
 
 
 def go(plan, executor):
@@ -218,7 +216,7 @@ def test_module_stages_forget_a_run(executor):
             return self.norm(watch.layer(x, self.w))
 
     stages, params, state = zip(*(fp.from_module(Seen(), name=n) for n in "ab"), strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3))
     x = torch.randn(6, 3)
     with fp.lanes(plan) as lanes:
         go = lambda executor: fp.run(plan, params, (x, x), state=state, executor=executor)
@@ -302,7 +300,7 @@ def test_many_runs_leave_no_trace():
     stage, params, state = fp.from_module(
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="m"
     )
-    modules = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    modules = cpu_plan([stage], fp.schedules.fill_drain(1, 2))
     x = torch.randn(6, 3)
 
     def several(count, lanes):

@@ -5,8 +5,7 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, same
+from common import EXECUTORS, assert_same_result, cpu_plan, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +73,7 @@ def test_any_order_of_w(random):
     names = [random.draw(st.sampled_from(sorted(kinds()))) for _ in range(schedule.num_stages)]
     stages = [kinds()[name][number] for number, name in enumerate(names)]
     params, batch = data(len(stages), random.draw(st.integers(1, 12), label="rows"))
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, schedule)
     expected = fp.run_sequential(plan, params, batch, threads_per_lane=1)
     for executor in EXECUTORS:
         assert_same_result(
@@ -110,9 +109,7 @@ def test_which_order_that_is(kind, order, follows):
         "0B2 0B0 0B1",
         "0B2 0B1 0B0",
     ):
-        plan = fp.make_plan(
-            stages, fp.Schedule.parse(f"{FORWARD} {text}"), loss=F.mse_loss, devices="cpu"
-        )
+        plan = cpu_plan(stages, fp.Schedule.parse(f"{FORWARD} {text}"))
         found[text] = fp.run_sequential(plan, params, batch, threads_per_lane=1).grads
         assert same(
             found[text], fp.run(plan, params, batch, executor="serial", threads_per_lane=1).grads
@@ -137,7 +134,7 @@ def test_whole_and_split_backwards_have_the_same_bits():
             fp.schedules.delay(fp.schedules.fill_drain(3, 4), group=2),
         ):
             assert schedule.is_ascending
-            plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+            plan = cpu_plan(stages, schedule)
             found.append(fp.run_sequential(plan, params, batch, threads_per_lane=1))
         for one in found[1:]:
             assert_same_result(found[0], one)
@@ -162,7 +159,7 @@ def test_the_oracle_works_off_backwards_as_they_come():
 
     stage = fp.stage(lambda p, x: Seen.apply(x * p))
     schedule = fp.Schedule.parse("0F0 0F1 0B0 0F2 0I2 0F3 0I1 0W2 0B3 0W1")
-    plan = fp.make_plan([stage], schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([stage], schedule)
     with pytest.raises(RuntimeError, match="at the last") as raised:
         fp.run_sequential(plan, (torch.ones(3),), (torch.ones(8, 3), torch.zeros(8, 3)))
     assert "FBFFBFBB" == "".join(seen)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, same, schedules
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
@@ -77,7 +77,7 @@ def run_everywhere(stages, params, batch, every=1, seed=3):
     """The one result that schedules, devices, remat choices and executors give."""
     first = None
     for schedule in schedules(len(stages), 3)[::every]:
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = cpu_plan(stages, schedule, outputs=True)
         for executor in EXECUTORS:
             result = fp.run(plan, params, batch, seed=seed, executor=executor, threads_per_lane=1)
             if first is None:
@@ -158,10 +158,7 @@ def test_the_same_key_draws_the_same_again():
         fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="a"), strict=True
     )
     batch = torch.randn(4, 4), torch.zeros(4, 4)
-    plans = [
-        fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
-        for _ in range(2)
-    ]
+    plans = [cpu_plan(stages, fp.schedules.fill_drain(1, 2)) for _ in range(2)]
     results = [fp.run(plan, params, batch, seed=9).grads for plan in (*plans, *plans)]
     assert all(same(results[0], one) for one in results)
 
@@ -170,9 +167,7 @@ def test_the_same_key_draws_the_same_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_drawing_without_a_seed_names_the_argument(way, executor):
     """seed=None is an error as soon as something draws, and torch's generator has not moved."""
-    plan = fp.make_plan(
-        functions(way, 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(functions(way, 2), fp.schedules.one_f_one_b(2, 2))
     before = torch.get_rng_state()
     with pytest.raises(fp.StageError, match=r"seed="):
         fp.run(
@@ -195,12 +190,7 @@ QUIET = {
 @pytest.mark.parametrize("way", QUIET)
 def test_nothing_drawn_needs_no_seed(way):
     """Operations that could draw but do not pass without a seed."""
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: QUIET[way](x * p))],
-        fp.schedules.fill_drain(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    plan = cpu_plan([fp.stage(lambda p, x: QUIET[way](x * p))], fp.schedules.fill_drain(1, 2))
     assert fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4))).loss.isfinite()
 
 
@@ -211,11 +201,10 @@ def test_attention_without_dropout_needs_no_seed():
         nn.LSTM(8, 8, 2),
     ):
         part, params, _ = fp.from_module(module)
-        plan = fp.make_plan(
+        plan = cpu_plan(
             [part],
             fp.schedules.fill_drain(1, 2),
             loss=lambda y, t: (y if torch.is_tensor(y) else y[0]).mean(),
-            devices="cpu",
         )
         assert fp.run(plan, (params,), (torch.randn(4, 3, 8), None)).loss.isfinite()
     part, params, _ = fp.from_module(
@@ -362,9 +351,7 @@ def test_a_part_of_a_composition_replays_its_draws(kind):
             first, params = [*first, layers[1][0]], (params, layers[1][1])
         else:
             params = (params,)
-        plan = fp.make_plan(
-            first, fp.schedules.one_f_one_b(len(first), 3), loss=F.mse_loss, devices="cpu"
-        )
+        plan = cpu_plan(first, fp.schedules.one_f_one_b(len(first), 3))
         x = torch.linspace(-1, 1, 18).reshape(6, 3)
         return fp.run(plan, params, (x, x), seed=5)
 
@@ -436,6 +423,6 @@ def test_a_function_that_checkpoint_decorates_replays_its_draws():
     batch, found = (torch.randn(6, 4), torch.randn(6, 4)), []
     for body in (draw, curried):
         stages = [fp.stage(lambda p, x, body=body: body(x * p), name="a")]
-        plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(stages, fp.schedules.fill_drain(1, 2))
         found.append(fp.run(plan, ones(1), batch, seed=0))
     assert_same_result(*found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from causal import KINDS, WIDTH, batch, chain, stage_of, whole
-from common import EXECUTORS, assert_same_result, ids, same, snapshot
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import schedules as random_schedules
@@ -61,7 +61,7 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, compiled):
     stages, params = chain(CHAIN)
     plain = whole(stages, params, *batch(7, 11))
     made = compiled_chain() if compiled else stages
-    plan = fp.make_plan(made, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+    plan = cpu_plan(made, schedule, outputs=True)
     given_batch = batch(7, 11)
     before = snapshot((params, given_batch))
     expected = fp.run_sequential(plan, params, given_batch, threads_per_lane=1)
@@ -86,7 +86,7 @@ def test_all_families_agree_bit_for_bit():
     results = []
     for schedule in sliced(4, 3, 3):
         assert schedule.is_ascending
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(stages, schedule)
         results.append(fp.run(plan, params, batch(7, 11), executor="serial", threads_per_lane=1))
     for result in results[1:]:
         assert same((results[0].loss, results[0].grads), (result.loss, result.grads))
@@ -122,8 +122,8 @@ def test_a_composition_hands_on_the_carries_of_its_parts():
     """Two stages as one, and one of them without a carry."""
     stages, params = chain(CHAIN)
     joined, trees = [fp.compose(*stages[:2]), fp.compose(*stages[2:])], (params[:2], params[2:])
-    apart = fp.make_plan(stages, S.one_f_one_b(4, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
-    plan = fp.make_plan(joined, S.one_f_one_b(2, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    apart = cpu_plan(stages, S.one_f_one_b(4, 2, num_slices=3))
+    plan = cpu_plan(joined, S.one_f_one_b(2, 2, num_slices=3))
     expected = fp.run(apart, params, batch(4, 9), executor="serial", threads_per_lane=1)
     result = fp.run(plan, trees, batch(4, 9), executor="serial", threads_per_lane=1)
     assert same(expected.loss, result.loss)
@@ -136,7 +136,7 @@ def test_whole_microbatches_run_the_same_stages():
     """A stage with a carry in a schedule without slices: it gets None, and what it returns is
     dropped."""
     stages, params = chain(CHAIN)
-    plan = fp.make_plan(stages, S.interleaved(4, 3, num_devices=2), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, S.interleaved(4, 3, num_devices=2))
     assert_plain(
         fp.run(plan, params, batch(7, 11), executor="threads"), whole(stages, params, *batch(7, 11))
     )
@@ -156,7 +156,7 @@ def test_dropout_is_drawn_for_each_slice_whatever_the_schedule():
     x = torch.ones(4, 8, WIDTH, dtype=torch.float64)
     results = []
     for schedule in (S.one_f_one_b(1, 2, num_slices=4), S.remat(S.fill_drain(1, 2, num_slices=4))):
-        plan = fp.make_plan([drop], schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = cpu_plan([drop], schedule, outputs=True)
         results += [
             fp.run(plan, params, (x, x), seed=3, executor=executor) for executor in EXECUTORS
         ]
@@ -181,13 +181,8 @@ def summed(y, target):
 def test_the_loss_is_that_of_the_batch(loss):
     """A mean counts by rows times length, sums by what they return, torch's own as they are."""
     stages, params = chain(("attend", "point"))
-    plan = fp.make_plan(
-        stages,
-        S.one_f_one_b(2, 3, num_slices=3),
-        loss=loss,
-        slices=(4, 1, 2),
-        outputs=True,
-        devices="cpu",
+    plan = cpu_plan(
+        stages, S.one_f_one_b(2, 3, num_slices=3), loss=loss, slices=(4, 1, 2), outputs=True
     )
     result = fp.run(plan, params, batch(7, 12))
     exact = (lambda y, t: loss(y, t).sum / y.numel()) if loss is summed else loss
@@ -210,7 +205,7 @@ def test_labels_that_are_ignored_do_not_count():
     x, _ = batch(4, 10)
     target = torch.randint(0, WIDTH, (4, 10))
     target[2:, 5:] = -100
-    plan = fp.make_plan(stages, S.one_f_one_b(1, 2, num_slices=2), loss=Counted(), devices="cpu")
+    plan = cpu_plan(stages, S.one_f_one_b(1, 2, num_slices=2), loss=Counted())
     assert_plain(fp.run(plan, params, (x, target)), whole(stages, params, x, target, loss))
 
 
@@ -224,7 +219,7 @@ def test_side_losses_are_weighed_by_their_slices():
 
     params = ({"scale": torch.full((WIDTH,), 2.0, dtype=torch.float64)},)
     x, target = batch(5, 7)
-    plan = fp.make_plan([side], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([side], S.one_f_one_b(1, 2, num_slices=3))
     scale = params[0]["scale"].clone().requires_grad_()
     expected = F.mse_loss(x * scale, target) + ((x * scale) ** 2).mean()
     expected.backward()
@@ -246,7 +241,7 @@ def test_statistics_are_those_of_all_slices():
     params = ({"scale": torch.ones(WIDTH, dtype=torch.float64)},)
     state = ({"sum": torch.zeros((), dtype=torch.float64)},)
     x, target = batch(5, 7)
-    plan = fp.make_plan([count], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([count], S.one_f_one_b(1, 2, num_slices=3))
     torch.testing.assert_close(
         fp.run(plan, params, (x, target), state=state).state[0]["sum"], x.sum()
     )
@@ -287,16 +282,14 @@ def test_an_axis_can_be_named_or_taken_away():
     """sequence=: another one, or none."""
     x, target = batch(4, 6)
     stages, params = chain(("attend",))
-    plan = fp.make_plan(stages, S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, S.one_f_one_b(1, 2, num_slices=3))
     expected = fp.run(plan, params, (x, target))
 
     @fp.stage(name="attend0")
     def turned(params, x, *, carry):
         return stages[0].fn(params, x.transpose(1, 2), carry=carry)
 
-    other = fp.make_plan(
-        [turned], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu"
-    )
+    other = cpu_plan([turned], S.one_f_one_b(1, 2, num_slices=3))
     result = fp.run(
         other, params, (fp.Axis(x.transpose(1, 2).contiguous(), 0, sequence=-1), target)
     )
@@ -333,9 +326,7 @@ def test_outputs_are_joined_along_the_sequence_or_as_they_are_told():
 def test_fewer_rows_than_microbatches():
     """Microbatches without rows do not exist, nor do their slices."""
     stages, params = chain(CHAIN)
-    plan = fp.make_plan(
-        stages, S.interleaved(4, 4, num_devices=2, num_slices=2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = cpu_plan(stages, S.interleaved(4, 4, num_devices=2, num_slices=2))
     result = fp.run(plan, params, batch(2, 5), executor="threads", record=True)
     assert result.stats.num_microbatches == 2
     assert {span.action.microbatch for span in result.timeline.spans} == {0, 1}
@@ -457,7 +448,7 @@ def recurrent(kind, count=3):
 def test_recurrent_layers_are_stages(kind):
     """Their hidden state is the carry."""
     stages, params, _ = recurrent(kind)
-    plan = fp.make_plan(stages, S.one_f_one_b(3, 2, num_slices=4), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, S.one_f_one_b(3, 2, num_slices=4))
     expected = fp.run_sequential(plan, params, batch(5, 9), threads_per_lane=1)
     for executor in EXECUTORS:
         assert_same_result(
@@ -508,7 +499,7 @@ def test_faults_of_slices_are_named_by_slice():
     def fails(target):
         raise ValueError("no weight")
 
-    plan = fp.make_plan([stage], schedule, loss=F.mse_loss, weight=fails, devices="cpu")
+    plan = cpu_plan([stage], schedule, weight=fails)
     with pytest.raises(ValueError, match="no weight") as error:
         fp.run(plan, params, (x, target))
     assert error.value.funcpipe.action == "weight of slice 0"
@@ -535,7 +526,7 @@ def test_slices_can_be_viewed_as_whole_microbatches_can():
     )
     params = (torch.ones(WIDTH, dtype=torch.float64),)
     loss = lambda y, target: F.mse_loss(y, target.view(-1, WIDTH))
-    plan = fp.make_plan([stage], S.one_f_one_b(1, 2, num_slices=3), loss=loss, devices="cpu")
+    plan = cpu_plan([stage], S.one_f_one_b(1, 2, num_slices=3), loss=loss)
     x, target = batch(4, 7)
     torch.testing.assert_close(fp.run(plan, params, (x, target)).loss, F.mse_loss(x, target))
 
@@ -561,10 +552,10 @@ def test_a_composition_sees_carries_that_do_not_fit():
 def test_a_missing_carry_shows_against_the_whole_batch():
     """The check of users compares with sequences in one piece."""
     stages, params = chain(("attend", "recur"))
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2, num_slices=3))
     assert_matches_sequential(plan, params, batch(4, 9), whole_batch=1e-9)
     mixes = fp.stage(lambda params, x: x * params + x.cumsum(1))
-    plan = fp.make_plan([mixes], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([mixes], S.one_f_one_b(1, 2, num_slices=3))
     with pytest.raises(AssertionError, match="differs"):
         assert_matches_sequential(plan, (torch.ones(WIDTH),), batch(4, 9), whole_batch=1e-9)
 
@@ -574,7 +565,7 @@ def test_numbers_that_are_not_finite_are_named_as_the_carry():
     stage = fp.stage(
         lambda params, x, *, carry: fp.Out(x * params, carry=x * float("nan")), name="bad"
     )
-    plan = fp.make_plan([stage], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan([stage], S.one_f_one_b(1, 1, num_slices=2))
     with pytest.raises(fp.NotFiniteError, match="carry out has"):
         fp.run(plan, (torch.ones(WIDTH, dtype=torch.float64),), batch(2, 4), check="finite")
 
@@ -593,9 +584,7 @@ def test_a_carry_that_nobody_reads_is_not_kept():
     real, EagerBound.backward = EagerBound.backward, watched
     try:
         for count in (1, 2):
-            plan = fp.make_plan(
-                stages, S.one_f_one_b(1, 1, num_slices=count), loss=F.mse_loss, devices="cpu"
-            )
+            plan = cpu_plan(stages, S.one_f_one_b(1, 1, num_slices=count))
             fp.run(plan, params, batch(2, 4))
     finally:
         EagerBound.backward = real
@@ -646,7 +635,7 @@ def test_stages_may_write_into_their_slices(rows):
         S.one_f_one_b(1, rows, num_slices=4),
         S.remat(S.fill_drain(1, rows, num_slices=4)),
     ):
-        plan = fp.make_plan([writes], schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan([writes], schedule)
         results += [fp.run(plan, params, (x, target), executor=executor) for executor in EXECUTORS]
     assert same(before, snapshot((x, target)))
     for result in results[1:]:
