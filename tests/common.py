@@ -84,6 +84,17 @@ def schedules(
     return list(unique.values())
 
 
+def one_of_each_kind(families: list[fp.Schedule]) -> list[fp.Schedule]:
+    """For each set of kinds of actions, with pairs and without, the schedule on most devices: for
+    tests of what does not depend on the order of actions."""
+    chosen: dict[tuple[frozenset[fp.Kind], bool], fp.Schedule] = {}
+    for one in families:
+        key = frozenset(a.kind for order in one.orders for a in order), "(" in str(one)
+        if key not in chosen or one.num_devices > chosen[key].num_devices:
+            chosen[key] = one
+    return list(chosen.values())
+
+
 def ids(schedule: fp.Schedule) -> str:
     return (
         f"{schedule.name}-{schedule.num_stages}s{schedule.num_microbatches}m{schedule.num_devices}d"

@@ -29,6 +29,8 @@ MAKERS = {
     "functional": FUNCTIONAL["adamw"],
 }
 NORMS = [None, 1e6, 0.05]
+SCHEDULE = fp.schedules.one_f_one_b(STAGES, MICROBATCHES)
+BROKEN = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
 
 
 def layers():
@@ -50,11 +52,10 @@ class Twins:
     """The same parameters twice, each with an optimizer: one is stepped in runs, the other one
     after them."""
 
-    def __init__(self, schedule, make, **options):
-        self.schedule = schedule
+    def __init__(self, make=MAKERS["adamw"], schedule=SCHEDULE, params=layers, **options):
         self.inside = plan_of(fp.schedules.step_params(schedule), **options)
         self.outside = plan_of(schedule, **options)
-        self.params, self.wanted = layers()[: schedule.num_stages], layers()[: schedule.num_stages]
+        self.params, self.wanted = params(), params()
         self.optimizer, self.other = make(fp.leaves(self.params)), make(fp.leaves(self.wanted))
 
     def run(self, *, executor=None, max_norm=None, x=X, target=TARGET, **options):
@@ -78,24 +79,19 @@ class Twins:
         assert all(leaf.grad is None for leaf in fp.leaves(self.params))
 
 
-@pytest.mark.parametrize("max_norm", NORMS)
 @pytest.mark.parametrize("schedule", schedules(STAGES, MICROBATCHES), ids=ids)
-def test_every_schedule(schedule, max_norm):
-    if not schedule.has_backward:
-        pytest.skip("it trains nothing")
-    twins = Twins(schedule, MAKERS["adamw"])
-    for _ in range(2):
+def test_every_schedule(schedule):
+    twins = Twins(schedule=schedule)
+    for max_norm in NORMS:
         twins.run(max_norm=max_norm)
 
 
-@pytest.mark.parametrize("max_norm", NORMS)
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_every_optimizer(make, executor, max_norm):
-    """Three steps of each; of these Adagrad and SGD with Nesterov's momentum write into gradients
-    where they can."""
-    twins = Twins(fp.schedules.zero_bubble(STAGES, MICROBATCHES), make)
-    for number in range(3):
+def test_every_optimizer(make, executor):
+    """Of these, Adagrad and SGD with Nesterov's momentum write into gradients where they can."""
+    twins = Twins(make, fp.schedules.zero_bubble(STAGES, MICROBATCHES))
+    for number, max_norm in enumerate(NORMS):
         twins.run(executor=executor, max_norm=max_norm, x=X * (number + 1))
 
 
@@ -103,11 +99,10 @@ def test_every_optimizer(make, executor, max_norm):
 def test_what_is_not_finite(scale):
     """Under a loss scale nothing is stepped, whichever stage has it; without one the step is as
     wrong as without a schedule."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
+    twins = Twins()
     twins.run(loss_scale=scale)
     before = snapshot((twins.params, twins.optimizer.state_dict()["state"]))
-    broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
-    _, got = twins.run(loss_scale=scale, target=broken)
+    _, got = twins.run(loss_scale=scale, target=BROKEN)
     assert not got.norm.isfinite()
     assert same(before, snapshot((twins.params, twins.optimizer.state_dict()["state"]))) == (
         scale != 1.0
@@ -188,7 +183,7 @@ def late(y, target):
 @pytest.mark.parametrize("max_norm", NORMS)
 def test_a_loss_that_weighs_late(max_norm):
     """The first run finds out, undoes and steps at the end; later ones do so at once."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"], loss=late)
+    twins = Twins(loss=late)
     for _ in range(3):
         twins.run(max_norm=max_norm)
 
@@ -196,26 +191,19 @@ def test_a_loss_that_weighs_late(max_norm):
 @pytest.mark.parametrize("max_norm", NORMS)
 def test_tied_parameters_wait_for_all(max_norm):
     """Stages of a tie are stepped at the end, the others where they stand."""
-    schedule = fp.schedules.one_f_one_b(STAGES, MICROBATCHES)
-    ties = [((0, ("a",)), (3, ("a",)))]
-    plans = [plan_of(one, ties=ties) for one in (fp.schedules.step_params(schedule), schedule)]
-    rows = [layers() for _ in plans]
-    for params in rows:
+
+    def tied():
+        params = layers()
         params[3]["a"] = params[0]["a"]
-    optimizers = [MAKERS["adamw"](list(dict.fromkeys(fp.leaves(params)))) for params in rows]
+        return params
+
+    twins = Twins(params=tied, ties=[((0, ("a",)), (3, ("a",)))])
     for _ in range(2):
-        got = fp.run(plans[0], rows[0], (X, TARGET), optimizer=optimizers[0], max_norm=max_norm)
-        norm = fp.step(
-            optimizers[1], rows[1], fp.run(plans[1], rows[1], (X, TARGET)), max_norm=max_norm
-        )
-        assert same(norm, got.norm)
-        assert same(rows[0], rows[1])
+        twins.run(max_norm=max_norm)
 
 
 def test_leaves_that_the_optimizer_does_not_hold_stay():
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
-    rows = [params[:2] for params in (twins.params, twins.wanted)]
-    twins.optimizer, twins.other = (MAKERS["sgd"](fp.leaves(row)) for row in rows)
+    twins = Twins(lambda leaves: MAKERS["sgd"](leaves[:4]))
     before = snapshot(twins.params[2:])
     twins.run()
     twins.run(max_norm=0.05)
@@ -224,18 +212,12 @@ def test_leaves_that_the_optimizer_does_not_hold_stay():
 
 def test_groups_and_a_scheduler():
     """Groups keep their own numbers; a scheduler sees that there was a step."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
-    makers = [
-        lambda params: torch.optim.AdamW(
-            [
-                {"params": fp.leaves(params[:2]), "lr": 0.01},
-                {"params": fp.leaves(params[2:]), "lr": 0.03, "weight_decay": 0.2},
-            ]
-        )
-    ] * 2
-    twins.optimizer, twins.other = (
-        make(params) for make, params in zip(makers, (twins.params, twins.wanted), strict=True)
-    )
+
+    def make(leaves):
+        rest = {"params": leaves[4:], "lr": 0.03, "weight_decay": 0.2}
+        return torch.optim.AdamW([{"params": leaves[:4], "lr": 0.01}, rest])
+
+    twins = Twins(make)
     schedulers = [
         torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (twins.optimizer, twins.other)
     ]
@@ -284,7 +266,7 @@ def test_modules_with_state(compiled):
 )
 def test_what_cannot_step_is_refused_before_anything_runs(options, message):
     params = layers()
-    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
+    plan = plan_of(fp.schedules.step_params(SCHEDULE))
     maker = options.get("optimizer")
     if isinstance(maker, functools.partial) or maker is torch.optim.LBFGS:
         options = {**options, "optimizer": maker(fp.leaves(params))}
@@ -295,8 +277,7 @@ def test_what_cannot_step_is_refused_before_anything_runs(options, message):
 
 
 def test_an_optimizer_for_a_schedule_that_does_not_step():
-    params = layers()
-    plan = plan_of(fp.schedules.one_f_one_b(STAGES, MICROBATCHES))
+    params, plan = layers(), plan_of(SCHEDULE)
     with pytest.raises(fp.PlanError, match=r"has no S.*step_params\(schedule\)"):
         fp.run(plan, params, (X, TARGET), optimizer=MAKERS["sgd"](fp.leaves(params)))
 
@@ -317,8 +298,7 @@ def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
 
 def test_a_result_that_was_stepped_is_not_stepped_again():
     """Nor are gradients of several such runs one batch's."""
-    params = layers()
-    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
+    params, plan = layers(), plan_of(fp.schedules.step_params(SCHEDULE))
     optimizer = MAKERS["sgd"](fp.leaves(params))
     result = fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before = snapshot(params)
@@ -365,9 +345,8 @@ class Holds(torch.optim.Optimizer):
 @pytest.mark.parametrize("make", [Counts, Holds])
 def test_an_optimizer_of_ones_own_is_stepped_as_a_whole(make, executor):
     """Who knows what it looks at; under a loss scale with an inf it is not stepped at all."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), make)
-    broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
-    for target, max_norm in ((TARGET, None), (broken, None), (TARGET, 0.05), (TARGET, 1e6)):
+    twins = Twins(make)
+    for target, max_norm in ((TARGET, None), (BROKEN, None), (TARGET, 0.05), (TARGET, 1e6)):
         twins.run(executor=executor, loss_scale=4.0, target=target, max_norm=max_norm)
     if make is Counts:
         assert 3 == twins.optimizer.count == twins.other.count
@@ -379,7 +358,7 @@ def test_an_optimizer_of_ones_own_is_stepped_as_a_whole(make, executor):
 
 def test_hooks_get_the_optimizer_itself():
     """Once a run, and what they write stays."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
+    twins = Twins(MAKERS["sgd"])
     seen = []
 
     def halve(optimizer, *_):
@@ -395,7 +374,7 @@ def test_hooks_get_the_optimizer_itself():
 
 
 def test_a_step_that_was_put_on_an_optimizer_is_called():
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["sgd"])
+    twins = Twins(MAKERS["sgd"])
     calls = []
     for optimizer in (twins.optimizer, twins.other):
         own = optimizer.step
@@ -406,7 +385,7 @@ def test_a_step_that_was_put_on_an_optimizer_is_called():
 
 
 def test_a_frozen_leaf_with_an_old_gradient_stays():
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
+    twins = Twins()
     for params in (twins.params, twins.wanted):
         for leaf in fp.leaves(params):
             leaf.requires_grad_()
@@ -420,13 +399,12 @@ def test_a_frozen_leaf_with_an_old_gradient_stays():
 
 def test_views_of_one_buffer_are_stepped_at_the_end():
     """A write into one counts as a write into all."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
-    for name, maker in (("params", "optimizer"), ("wanted", "other")):
+
+    def views():
         buffer = torch.randn(STAGES, 2, 6, 6, generator=torch.Generator().manual_seed(3)) * 0.3
-        setattr(
-            twins, name, tuple({"a": both[0].detach(), "b": both[1].detach()} for both in buffer)
-        )
-        setattr(twins, maker, MAKERS["adamw"](fp.leaves(getattr(twins, name))))
+        return tuple({"a": both[0].detach(), "b": both[1].detach()} for both in buffer)
+
+    twins = Twins(params=views)
     for max_norm in NORMS:
         twins.run(max_norm=max_norm)
 
@@ -447,24 +425,19 @@ Replaces.__module__ = "torch.optim.replaces"  # so that it is stepped in parts
 
 
 def test_a_state_whose_tensors_are_replaced_comes_back():
-    twins = Twins(
-        fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(Replaces, lr=0.1)
-    )
+    twins = Twins(functools.partial(Replaces, lr=0.1))
     twins.run(loss_scale=4.0)
-    state = {id(leaf): twins.optimizer.state[leaf]["all"] for leaf in fp.leaves(twins.params)}
-    broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
-    twins.run(loss_scale=4.0, target=broken)
-    assert all(
-        twins.optimizer.state[leaf]["all"] is state[id(leaf)] for leaf in fp.leaves(twins.params)
-    )
+    state = [twins.optimizer.state[leaf]["all"] for leaf in fp.leaves(twins.params)]
+    twins.run(loss_scale=4.0, target=BROKEN)
+    for leaf, own in zip(fp.leaves(twins.params), state, strict=True):
+        assert twins.optimizer.state[leaf]["all"] is own
     twins.run(loss_scale=4.0, max_norm=0.05)
 
 
 @pytest.mark.parametrize("call", [1, STAGES, STAGES + 1])
 def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch, call):
     """The first stage's, the last one's, or that of all with clipped gradients."""
-    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
-    params = layers()
+    params, plan = layers(), plan_of(fp.schedules.step_params(SCHEDULE))
     optimizer = MAKERS["adamw"](fp.leaves(params))
     fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before, state = snapshot(params), copy.deepcopy(optimizer.state_dict()["state"])
@@ -486,10 +459,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch, call):
 
 def test_autocast_is_of_the_stages():
     """As around `fp.run` alone: Adafactor multiplies matrices."""
-    twins = Twins(
-        fp.schedules.one_f_one_b(STAGES, MICROBATCHES),
-        functools.partial(torch.optim.Adafactor, lr=0.01),
-    )
+    twins = Twins(functools.partial(torch.optim.Adafactor, lr=0.01))
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             want = fp.run(twins.outside, twins.wanted, (X, TARGET))
@@ -502,13 +472,8 @@ def test_names_of_parameters_and_the_order_of_the_state():
     """Parts have the names of theirs; what is saved has the order of the leaves, whichever stage
     was first."""
     params = layers()
-    named = [
-        (f"{stage}.{name}", leaf)
-        for stage, tree in enumerate(params)
-        for name, leaf in tree.items()
-    ]
-    optimizer = torch.optim.AdamW(named, lr=0.01)
-    plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
+    optimizer = torch.optim.AdamW(fp.named_leaves(params), lr=0.01)
+    plan = plan_of(fp.schedules.step_params(SCHEDULE))
     fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")
     assert [*optimizer.state] == fp.leaves(params)
     assert [*range(2 * STAGES)] == [*optimizer.state_dict()["state"]]
