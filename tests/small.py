@@ -54,3 +54,21 @@ def squares(function, params, *, rows=8, x=None, **options):
     return fp.run(
         plan_of([stage], loss=F.mse_loss), (params,), (x, torch.zeros(rows, 4)), **options
     )
+
+
+def row_mean(y, target):
+    """A loss that needs no target."""
+    return y.sum() / len(y)
+
+
+def residual(p, x):
+    """A stage of two matrices beside an identity."""
+    return x + torch.tanh(x @ p["a"]) @ p["b"]
+
+
+def residual_params(count):
+    """The params of some stages like `residual`, the same in each call."""
+    generator = torch.Generator().manual_seed(3)
+    return tuple(
+        {name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(count)
+    )

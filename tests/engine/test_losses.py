@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, cpu_plan, same
+from small import row_mean
 from watch import num_tensors
 
 import funcpipe as fp
@@ -259,11 +260,7 @@ def test_auxiliary_losses_need_weights_known_before():
     for wrong in (3.0, (1, 2, 3)):
         bad = fp.stage(lambda p, x, wrong=wrong: fp.Out(x * p, loss=wrong), name="bad")
         with pytest.raises(fp.StageError, match=r"Out.loss is \(sum, weight\)"):
-            fp.run(
-                plan_of(lambda y, t: y.sum() / len(y), (bad,)),
-                (torch.ones(()),),
-                (torch.ones(4, 1), None),
-            )
+            fp.run(plan_of(row_mean, (bad,)), (torch.ones(()),), (torch.ones(4, 1), None))
 
 
 def params_of():
@@ -299,7 +296,7 @@ TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
 def test_which_leaves_get_gradients(trainable, expected):
     """Every form; None elsewhere, zeros and a mention where unused."""
     params = params_of()
-    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
+    plan = plan_of(row_mean, (TREE, TREE), 2)
     result = fp.run(plan, params, (torch.ones(4, 2), None), trainable=trainable)
     found = {
         (s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None
@@ -316,7 +313,7 @@ def test_marked_leaves_win_over_floating_ones():
     head."""
     params = params_of()
     params[1]["w"].requires_grad_()
-    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
+    plan = plan_of(row_mean, (TREE, TREE), 2)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert [None, None] == [grads[0]["w"], grads[0]["unused"]]
     assert torch.equal(torch.full((2,), 1.0), grads[1]["w"])
@@ -325,7 +322,7 @@ def test_marked_leaves_win_over_floating_ones():
 
 def test_wrong_trainable_is_refused():
     """A word, another number of stages, another structure, leaves that are not floating."""
-    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
+    plan = plan_of(row_mean, (TREE, TREE), 2)
     for trainable, reason in (
         ((True,), "1 entries for 2"),
         ("all", r"trainable is True, False, a function.*got .all."),
@@ -359,17 +356,11 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     """The error is the argument to paste; wrong ties name the nearest leaf, shapes and flags."""
     w = torch.ones(2)
     with pytest.raises(fp.PlanError) as caught:
-        fp.run(
-            plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE)),
-            ({"w": w}, {"w": w}),
-            (torch.ones(4, 2), None),
-        )
+        fp.run(plan_of(row_mean, (TREE, TREE)), ({"w": w}, {"w": w}), (torch.ones(4, 2), None))
     assert "make_plan(..., ties=[((0, 'w'), (1, 'w'))])" in str(caught.value)
     ties = [((0, "w"), (1, "w"))]
     assert fp.run(
-        plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), ties=ties),
-        ({"w": w}, {"w": w}),
-        (torch.ones(4, 2), None),
+        plan_of(row_mean, (TREE, TREE), ties=ties), ({"w": w}, {"w": w}), (torch.ones(4, 2), None)
     ).grads
     for params, group, reason in (
         (({"weight": w}, {"w": w}), [(0, "wieght"), (1, "w")], "did you mean 'weight'"),
@@ -377,11 +368,7 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
         (({"w": w}, {"w": w.clone().requires_grad_()}), [(0, "w"), (1, "w")], "some are not"),
     ):
         with pytest.raises(fp.PlanError, match=reason):
-            fp.run(
-                plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), ties=[group]),
-                params,
-                (torch.ones(4, 2), None),
-            )
+            fp.run(plan_of(row_mean, (TREE, TREE), ties=[group]), params, (torch.ones(4, 2), None))
 
 
 # -- losses of one's own that are not means over rows

@@ -124,26 +124,12 @@ def both(schedule, executor, *, reentrant=False, rows=12, **options):
 
 FAMILIES = [
     fp.schedules.one_f_one_b(S, M),
-    fp.schedules.one_f_one_b(S, M, num_devices=2),
     fp.schedules.interleaved(S, M, num_devices=2),
     fp.schedules.zero_bubble(S, M),
     fp.schedules.zbv(S, M),
-    fp.schedules.v_half(S, M),
     fp.schedules.fill_drain(S, M),
     fp.schedules.fill_drain(S, M, num_devices=1),
 ]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("schedule", FAMILIES, ids=ids)
-def test_the_same_bits(schedule, ahead, executor):
-    """As the oracle, which knows of no moves, and as the schedule without them."""
-    moved = offload(schedule, ahead=ahead)
-    assert "O" in str(moved)
-    expected, result = both(moved, executor)
-    assert_same_result(expected, result)
-    assert_same_result(expected, both(schedule, executor)[1])
 
 
 @pytest.mark.parametrize("check", ["finite", "used"])
@@ -158,7 +144,7 @@ def test_fewer_rows_and_checks(rows, check):
 
 
 def test_the_reentrant_checkpoint():
-    assert_same_result(*both(offload(FAMILIES[6]), "threads", reentrant=True))
+    assert_same_result(*both(offload(fp.schedules.fill_drain(S, M)), "threads", reentrant=True))
 
 
 def test_some_are_moved_and_some_computed_again():
@@ -170,7 +156,7 @@ def test_some_are_moved_and_some_computed_again():
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_any_choice_of_residuals(data):
     schedule = data.draw(st.sampled_from(FAMILIES))
@@ -309,10 +295,12 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", FAMILIES, ids=ids)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, executor, monkeypatch):
-    """Counted while it runs. An eager I leaves nothing for W; on the CPU a move takes the lane no
-    time by the count."""
+def test_bits_and_residuals_on_the_devices(schedule, ahead, executor, monkeypatch):
+    """The bits of the oracle, which knows of no moves. Devices hold as many residuals as simulate
+    says, counted while it runs: an eager I leaves nothing for W, and on the CPU a move takes no
+    time."""
     moved = offload(schedule, ahead=ahead)
+    assert "O" in str(moved)
     most = [0] * moved.num_devices
     real = Lane.advance
 
@@ -323,7 +311,7 @@ def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, execut
         real(self)
 
     monkeypatch.setattr(Lane, "advance", advance)
-    both(moved, executor)
+    assert_same_result(*both(moved, executor))
     peak = fp.simulate(moved, fp.Cost(offload=0, weight_residual=0)).peak
     assert most == list(peak)
     assert max(peak) <= max(fp.simulate(schedule, fp.Cost(weight_residual=0)).peak)
@@ -421,19 +409,21 @@ def test_only_the_stretch_that_is_used_moves():
     assert part.data_ptr() % 64 == slot.tensor.data_ptr() % 64 != 0
 
 
+class Keep(torch.autograd.Function):
+    """Saves what it is given beside its input."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.save_for_backward(*others)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * 2, *(None for _ in ctx.saved_tensors))
+
+
 def test_types_of_different_sizes_in_one_memory():
     """Complex numbers seen as real ones, numbers seen as bytes."""
-
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *others):
-            ctx.save_for_backward(*others)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return (gradient * 2, *(None for _ in ctx.saved_tensors))
-
     base = torch.arange(10, dtype=torch.uint8)
     z = torch.randn(3, 5, dtype=torch.complex128)
     x = torch.ones(2, requires_grad=True)
@@ -455,16 +445,6 @@ class Odd(torch.Tensor):
 
 
 def test_what_cannot_be_moved_exactly_stays():
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *others):
-            ctx.save_for_backward(*others)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return (gradient * 2, *(None for _ in range(len(ctx.saved_tensors))))
-
     fixed = torch.randn(4)
     others = [
         torch.randn(3).as_subclass(Odd),

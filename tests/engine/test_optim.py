@@ -11,6 +11,14 @@ from common import cpu_plan, same, snapshot
 import funcpipe as fp
 
 
+def mean(y, target):
+    return y.mean()
+
+
+def sgd(params, lr=1.0):
+    return torch.optim.SGD(fp.leaves(params), lr=lr)
+
+
 def trees():
     return (
         {"b": torch.ones(2), "a": torch.full((3,), 2.0), "steps": torch.tensor(1)},
@@ -39,8 +47,11 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+        # These write into the gradients that they step by; those of the result stay.
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+        lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
     ],
-    ids=["sgd", "adamw"],
+    ids=["sgd", "adamw", "nesterov", "adagrad"],
 )
 @pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
 def test_steps_are_those_of_eager_training(make, max_norm):
@@ -101,7 +112,7 @@ def test_stale_grads_are_not_stepped():
     """A leaf without a gradient stays, whatever some earlier backward left in its .grad."""
     params = ({"a": torch.ones(2), "b": torch.ones(2)},)
     params[0]["a"].grad = torch.full((2,), 9.0)
-    optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
+    optimizer = sgd(params)
     fp.step(optimizer, params, ({"a": None, "b": torch.ones(2)},))
     assert ([1, 1], [0, 0]) == (params[0]["a"].tolist(), params[0]["b"].tolist())
     assert [None, None] == [leaf.grad for leaf in fp.leaves(params)]
@@ -131,24 +142,20 @@ def test_the_norm_counts_tied_leaves_once():
     assert () == fp.global_norm(grads).shape
 
 
-@pytest.mark.parametrize("replicas", [False, True])
-def test_tied_parameters_step_together(replicas):
-    """One tensor at two places moves once, by the summed gradient; replicas move alike; both like
+@pytest.mark.parametrize("how", ["one tensor", "replicas", "one tensor, step is not told"])
+def test_tied_parameters_step_together(how):
+    """One tensor at two places moves once, by the summed gradient; replicas move alike; all like
     eager."""
-    w = torch.tensor([1.0, 2.0])
+    w, x = torch.tensor([1.0, 2.0]), torch.randn(4, 2)
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
-    plan = cpu_plan(
-        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
-    )
+    plan = cpu_plan([times, times], fp.schedules.one_f_one_b(2, 2), loss=mean, ties=ties)
     leaf = w.clone().requires_grad_()
-    x = torch.randn(4, 2)
     (x * leaf * leaf).mean().backward()
-    params = ({"w": w}, {"w": w.clone() if replicas else w})
-    result = fp.run(plan, params, (x, None))
-    norm = fp.step(
-        torch.optim.SGD(fp.leaves(params), lr=0.5), params, result.grads, max_norm=0.1, ties=ties
-    )
+    params = ({"w": w}, {"w": w.clone() if how == "replicas" else w})
+    grads = fp.run(plan, params, (x, None)).grads
+    told = () if "not told" in how else ties
+    norm = fp.step(sgd(params, lr=0.5), params, grads, max_norm=0.1, ties=told)
     torch.testing.assert_close(norm, leaf.grad.norm())
     expected = leaf.detach() - 0.5 * leaf.grad * min(1.0, 0.1 / float(leaf.grad.norm()))
     for tree in params:
@@ -160,27 +167,13 @@ def test_one_tensor_twice_in_a_stage_gets_both_gradients():
     them."""
     w = torch.ones(2)
     part = fp.stage(lambda p, x: x * p["a"] + 2 * x * p["b"])
-    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean())
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=mean)
     params = ({"a": w, "b": w},)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
-    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.0)
+    norm = fp.step(sgd(params), params, grads, max_norm=1.0)
     assert 1.5 * 2**0.5 == pytest.approx(float(norm))  # of the sum, as plain autograd has it
     torch.testing.assert_close(w, torch.full((2,), 1 - 0.5**0.5))
-
-
-def test_one_tensor_in_two_stages_is_stepped_once():
-    """Also where nobody tells `step` of the tie: every place has the whole sum already."""
-    w = torch.tensor([1.0, 2.0])
-    times = fp.stage(lambda p, x: x * p["w"], name="times")
-    ties = [[(0, "w"), (1, "w")]]
-    plan = cpu_plan(
-        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
-    )
-    params = ({"w": w}, {"w": w})
-    grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
-    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads)
-    assert ([0.0, 0.0], pytest.approx(5**0.5)) == (w.tolist(), float(norm))  # d mean(w w) / dw = w
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -192,17 +185,10 @@ def test_every_place_of_a_tied_tensor_has_the_whole_sum(first):
     once = fp.stage(lambda p, x: x * p["w"])
     places = [(0, "a"), (0, "b"), (1, "w")]
     ties = [places[first:] + places[:first]]
-    plan = cpu_plan(
-        [twice, once], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties
-    )
+    plan = cpu_plan([twice, once], fp.schedules.one_f_one_b(2, 2), loss=mean, ties=ties)
     params, leaf, x = ({"a": w, "b": w}, {"w": w}), w.clone().requires_grad_(), torch.randn(4, 2)
     (x * leaf * 2 * leaf).mean().backward()
-    norm = fp.step(
-        torch.optim.SGD(fp.leaves(params), lr=1.0),
-        params,
-        fp.run(plan, params, (x, None)).grads,
-        ties=plan.ties,
-    )
+    norm = fp.step(sgd(params), params, fp.run(plan, params, (x, None)).grads, ties=plan.ties)
     torch.testing.assert_close(norm, leaf.grad.norm())
     torch.testing.assert_close(w, leaf.detach() - leaf.grad)
 
@@ -247,7 +233,7 @@ def test_accumulation_is_one_run_over_all(cut, weight):
 def scaled(params, **options):
     """A run of one stage that multiplies by its parameters."""
     part = fp.stage(lambda p, x: x * sum(p.values()))
-    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean())
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 2), loss=mean)
     return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
 
 
@@ -299,7 +285,7 @@ def test_accumulated_evaluations_are_one():
 def test_a_leaf_is_unused_if_no_part_used_it():
     """A branch that the data choose: unused in one run is not unused in the sum."""
     part = fp.stage(lambda p, x: x * p["a" if x.sum() > 0 else "b"] + 0 * p["a"])
-    plan = cpu_plan([part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean())
+    plan = cpu_plan([part], fp.schedules.fill_drain(1, 1), loss=mean)
     params = ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)},)
     results = [fp.run(plan, params, (x, None)) for x in (torch.ones(2, 1), -torch.ones(2, 1))]
     assert ((0, "b"), (0, "c")) == results[0].unused
@@ -337,9 +323,7 @@ def test_a_step_refuses_odd_options(options, text):
     params = ({"w": torch.ones(2)},)
     params[0]["w"].grad = torch.ones(2)
     with pytest.raises(fp.PlanError, match=text):
-        fp.step(
-            torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": torch.ones(2)},), **options
-        )
+        fp.step(sgd(params), params, ({"w": torch.ones(2)},), **options)
     assert [1.0, 1.0] == params[0]["w"].tolist() == params[0]["w"].grad.tolist()
 
 
@@ -347,7 +331,7 @@ def test_a_step_needs_a_gradient():
     """All frozen, or an optimizer over other tensors: a step that could do nothing is refused."""
     params = ({"w": torch.ones(2), "v": torch.ones(2)},)
     with pytest.raises(fp.PlanError, match="no leaf has a gradient"):
-        fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": None, "v": None},))
+        fp.step(sgd(params), params, ({"w": None, "v": None},))
     with pytest.raises(fp.PlanError, match=r"holds none of the leaves.*fp\.place"):
         fp.step(
             torch.optim.SGD([params[0]["v"]], lr=1.0), params, ({"w": torch.ones(2), "v": None},)
@@ -365,7 +349,7 @@ def test_norms_of_mixed_precisions():
         {"c": torch.tensor([2.0j])},
     )
     assert 3.0 == float(fp.global_norm(grads))
-    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.5)
+    norm = fp.step(sgd(params), params, grads, max_norm=1.5)
     assert 3.0 == float(norm)
     assert [-1.0, -0.5, -1.0j] == pytest.approx(
         [params[0]["h"].item(), params[0]["d"].item(), params[1]["c"].item()], rel=1e-3
@@ -436,21 +420,3 @@ def test_devices():
     with pytest.raises(fp.PlacementError, match="device 0 is 'nonsense'") as caught:
         fp.run(plan, ((), ()), torch.ones(2))
     assert "device 1 is cuda:77" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
-        lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
-    ],
-    ids=["nesterov", "adagrad"],
-)
-def test_gradients_stay_what_they_are(make):
-    """These write into the gradients that they step by; those of the result are somebody else's."""
-    params = ({"w": torch.ones(3)},)
-    optimizer = make(fp.leaves(params))
-    for _ in range(2):
-        grads = ({"w": torch.tensor([1.0, 2.0, 3.0])},)
-        fp.step(optimizer, params, grads)
-        assert grads[0]["w"].tolist() == [1.0, 2.0, 3.0]

@@ -12,35 +12,12 @@ from common import cpu_plan
 import funcpipe as fp
 
 SCALE = fp.stage(lambda p, x: x * p["w"], name="scale")
+PARAMS = ({"w": torch.ones(3)},)
+BATCH = torch.ones(4, 3), torch.ones(4, 3)
 
 
 def plan_of(*stages, **options):
     return cpu_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), **options)
-
-
-def test_a_tied_tensor_is_stepped_once():
-    """One tensor in two stages: a run hands its whole gradient to both, and step takes it once,
-    ties= given or not."""
-    batch = torch.randn(4, 3), torch.randn(4, 3)
-    moved = []
-    for ties in ((), (((0, "w"), (1, "w")),)):
-        w = nn.Parameter(torch.full((3,), 2.0))
-        plan = plan_of(SCALE, SCALE, ties=(((0, "w"), (1, "w")),))
-        params = ({"w": w}, {"w": w})
-        result = fp.run(plan, params, batch)
-        expected = w.detach() - result.grads[0]["w"]
-        fp.step(torch.optim.SGD([w], lr=1.0), params, result.grads, ties=ties)
-        assert torch.equal(expected, w.detach())
-        moved.append(w.detach())
-    assert torch.equal(*moved)
-
-
-def test_an_optimizer_of_other_tensors_is_refused():
-    """A step that could change nothing says so."""
-    params = ({"w": torch.ones(2)},)
-    optimizer = torch.optim.SGD([torch.ones(2)], lr=1.0)
-    with pytest.raises(fp.PlanError, match="holds none of the leaves"):
-        fp.step(optimizer, params, ({"w": torch.ones(2)},))
 
 
 def test_an_auxiliary_loss_of_weight_0_counts_nothing_in_a_composition():
@@ -63,40 +40,14 @@ def test_arrays_are_not_given_whole_to_every_microbatch():
     """An array has rows, but only tensors are cut: refused with the mend."""
     array = torch.zeros(4, 3).numpy()
     with pytest.raises(fp.BatchError, match=r"inputs is a ndarray.*torch.from_numpy\(inputs\)"):
-        fp.run(plan_of(SCALE), ({"w": torch.ones(3)},), (array, torch.zeros(4, 3)))
+        fp.run(plan_of(SCALE), PARAMS, (array, torch.zeros(4, 3)))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_from_the_loss_are_checked(weight):
     """A (loss, something else) pair is not silently a (sum, weight)."""
-    plan = cpu_plan([SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight))
     with pytest.raises(fp.BatchError, match="not finite numbers from 0"):
-        fp.run(plan, ({"w": torch.ones(3)},), (torch.ones(4, 3), None))
-
-
-def test_closed_lanes_run_nothing():
-    """After their with block no thread starts again."""
-    plan = plan_of(SCALE, SCALE)
-    params, batch = (
-        ({"w": torch.ones(3)}, {"w": torch.ones(3)}),
-        (torch.ones(4, 3), torch.ones(4, 3)),
-    )
-    with fp.lanes(plan) as lanes:
-        fp.run(plan, params, batch, executor=lanes)
-    with pytest.raises(fp.FuncpipeError, match="closed"):
-        fp.run(plan, params, batch, executor=lanes)
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
-def test_threads_per_lane_is_checked(threads):
-    """Before anything runs."""
-    with pytest.raises(fp.PlanError, match="threads_per_lane is a positive int"):
-        fp.run(
-            plan_of(SCALE),
-            ({"w": torch.ones(3)},),
-            (torch.ones(4, 3), torch.ones(4, 3)),
-            threads_per_lane=threads,
-        )
+        fp.run(plan_of(SCALE, loss=lambda y, t: (y.sum(), weight)), PARAMS, BATCH)
 
 
 def test_what_a_forward_keeps_on_its_module_dies_with_the_run():
@@ -114,7 +65,7 @@ def test_what_a_forward_keeps_on_its_module_dies_with_the_run():
 
     seen = []
     stage, params, _ = fp.from_module(Keeps())
-    fp.run(plan_of(stage), (params,), (torch.ones(4, 3), torch.ones(4, 3)))
+    fp.run(plan_of(stage), (params,), BATCH)
     gc.collect()
     assert [None, None] == [ref() for ref in seen]
 
@@ -181,26 +132,23 @@ def test_wrong_kinds_of_things_name_the_right_call(call, words):
         ({"loss_scale": 0}, "loss_scale is a number above 0"),
         ({"feeds": torch.ones(2)}, "feeds is a dict"),
         ({"seed": 1.5}, "seed is an int"),
+        ({"threads_per_lane": 0}, "threads_per_lane is a positive int"),
+        ({"threads_per_lane": 1.5}, "threads_per_lane is a positive int"),
+        ({"threads_per_lane": "2"}, "threads_per_lane is a positive int"),
     ],
 )
 def test_options_of_the_wrong_kind(option, words):
-    plan = cpu_plan(
-        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss()
-    )
+    """Refused before anything runs."""
     with pytest.raises(fp.PlanError, match=words):
-        fp.run(plan, (torch.ones(1),), (torch.ones(1), torch.ones(1)), **option)
+        fp.run(plan_of(SCALE), PARAMS, BATCH, **option)
 
 
 def test_numpys_integers_are_seeds():
     import numpy as np
 
-    plan = cpu_plan(
-        [fp.stage(lambda p, x: torch.dropout(x * p, 0.5, True), name="d")],
-        fp.schedules.fill_drain(1, 1),
-        loss=torch.nn.MSELoss(),
+    drops = fp.stage(lambda p, x: torch.dropout(x * p["w"], 0.5, True), name="d")
+    batch = torch.ones(64, 3), torch.ones(64, 3)
+    first, second = (
+        fp.run(plan_of(drops), PARAMS, batch, seed=seed).loss for seed in (7, np.int64(7))
     )
-    batch = (torch.ones(64), torch.ones(64))
-    losses = [
-        float(fp.run(plan, (torch.ones(1),), batch, seed=seed).loss) for seed in (7, np.int64(7))
-    ]
-    assert losses[0] == losses[1]
+    assert torch.equal(first, second)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from common import cpu_plan, ids, same, schedules, snapshot
 from functional_rules import MAKERS as FUNCTIONAL
+from small import residual, residual_params
 from torch import nn
 
 import funcpipe as fp
@@ -33,28 +34,18 @@ SCHEDULE = fp.schedules.one_f_one_b(STAGES, MICROBATCHES)
 BROKEN = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
 
 
-def layers():
-    generator = torch.Generator().manual_seed(3)
-    return tuple(
-        {name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(STAGES)
-    )
-
-
-def stage(p, x):
-    return x + torch.tanh(x @ p["a"]) @ p["b"]
-
-
 def plan_of(schedule, *, loss=F.mse_loss, **options):
-    return cpu_plan([fp.stage(stage)] * schedule.num_stages, schedule, loss=loss, **options)
+    return cpu_plan([fp.stage(residual)] * schedule.num_stages, schedule, loss=loss, **options)
 
 
 class Twins:
     """The same parameters twice, each with an optimizer: one is stepped in runs, the other one
     after them."""
 
-    def __init__(self, make=MAKERS["adamw"], schedule=SCHEDULE, params=layers, **options):
+    def __init__(self, make=MAKERS["adamw"], schedule=SCHEDULE, params=None, **options):
         self.inside = plan_of(fp.schedules.step_params(schedule), **options)
         self.outside = plan_of(schedule, **options)
+        params = params or functools.partial(residual_params, STAGES)
         self.params, self.wanted = params(), params()
         self.optimizer, self.other = make(fp.leaves(self.params)), make(fp.leaves(self.wanted))
 
@@ -129,11 +120,11 @@ def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
             return gradient
 
     def first(p, x):
-        return Raises.apply(stage(p, x))
+        return Raises.apply(residual(p, x))
 
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, MICROBATCHES))
-    plan = cpu_plan([fp.stage(first), fp.stage(stage), fp.stage(stage)], schedule)
-    params = layers()[:3]
+    plan = cpu_plan([fp.stage(first), fp.stage(residual), fp.stage(residual)], schedule)
+    params = residual_params(3)
     stepped = []
     optimizer = MAKERS["adamw"](fp.leaves(params))
     own = torch.optim.AdamW.step
@@ -160,7 +151,7 @@ def test_each_stage_steps_on_its_lane_as_soon_as_it_can():
     """The last stage's step ends before the first one's last backward begins, and a recorded run
     shows it."""
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, 3))
-    params = layers()[:3]
+    params = residual_params(3)
     result = fp.run(
         plan_of(schedule),
         params,
@@ -193,7 +184,7 @@ def test_tied_parameters_wait_for_all(max_norm):
     """Stages of a tie are stepped at the end, the others where they stand."""
 
     def tied():
-        params = layers()
+        params = residual_params(STAGES)
         params[3]["a"] = params[0]["a"]
         return params
 
@@ -265,7 +256,7 @@ def test_modules_with_state(compiled):
     ],
 )
 def test_what_cannot_step_is_refused_before_anything_runs(options, message):
-    params = layers()
+    params = residual_params(STAGES)
     plan = plan_of(fp.schedules.step_params(SCHEDULE))
     maker = options.get("optimizer")
     if isinstance(maker, functools.partial) or maker is torch.optim.LBFGS:
@@ -277,17 +268,17 @@ def test_what_cannot_step_is_refused_before_anything_runs(options, message):
 
 
 def test_an_optimizer_for_a_schedule_that_does_not_step():
-    params, plan = layers(), plan_of(SCHEDULE)
+    params, plan = residual_params(STAGES), plan_of(SCHEDULE)
     with pytest.raises(fp.PlanError, match=r"has no S.*step_params\(schedule\)"):
         fp.run(plan, params, (X, TARGET), optimizer=MAKERS["sgd"](fp.leaves(params)))
 
 
 def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
-    params = layers()
+    params = residual_params(STAGES)
     schedule = fp.schedules.step_params(fp.schedules.fill_drain(STAGES, MICROBATCHES))
     with pytest.raises(fp.PlanError, match=r"steps \(S\), but vjp"):
         fp.vjp(
-            fp.make_plan([fp.stage(stage)] * STAGES, schedule, devices="cpu", outputs=True),
+            fp.make_plan([fp.stage(residual)] * STAGES, schedule, devices="cpu", outputs=True),
             params,
             X,
         )
@@ -298,7 +289,7 @@ def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
 
 def test_a_result_that_was_stepped_is_not_stepped_again():
     """Nor are gradients of several such runs one batch's."""
-    params, plan = layers(), plan_of(fp.schedules.step_params(SCHEDULE))
+    params, plan = residual_params(STAGES), plan_of(fp.schedules.step_params(SCHEDULE))
     optimizer = MAKERS["sgd"](fp.leaves(params))
     result = fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before = snapshot(params)
@@ -437,7 +428,7 @@ def test_a_state_whose_tensors_are_replaced_comes_back():
 @pytest.mark.parametrize("call", [1, STAGES, STAGES + 1])
 def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch, call):
     """The first stage's, the last one's, or that of all with clipped gradients."""
-    params, plan = layers(), plan_of(fp.schedules.step_params(SCHEDULE))
+    params, plan = residual_params(STAGES), plan_of(fp.schedules.step_params(SCHEDULE))
     optimizer = MAKERS["adamw"](fp.leaves(params))
     fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before, state = snapshot(params), copy.deepcopy(optimizer.state_dict()["state"])
@@ -471,7 +462,7 @@ def test_autocast_is_of_the_stages():
 def test_names_of_parameters_and_the_order_of_the_state():
     """Parts have the names of theirs; what is saved has the order of the leaves, whichever stage
     was first."""
-    params = layers()
+    params = residual_params(STAGES)
     optimizer = torch.optim.AdamW(fp.named_leaves(params), lr=0.01)
     plan = plan_of(fp.schedules.step_params(SCHEDULE))
     fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")

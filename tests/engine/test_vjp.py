@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, cpu_plan, ids, same, schedules, snapshot
+from common import EXECUTORS, cpu_plan, ids, one_of_each_kind, same, schedules, snapshot
 from watch import Watch
 
 import funcpipe as fp
@@ -55,7 +55,7 @@ def test_there_are_both_kinds():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", HALVED, ids=ids)
-@pytest.mark.parametrize("rows", [8, 4, 3], ids=lambda rows: f"{rows}rows")
+@pytest.mark.parametrize("rows", [8, 3], ids=lambda rows: f"{rows}rows")
 def test_same_bits_as_a_run(schedule, executor, rows):
     """Outputs and gradients are those of a run whose loss has these cotangents."""
     stages, params = net()
@@ -104,7 +104,7 @@ def test_modules_with_state_and_dropout(executor, remat):
     assert same(expected.grads, grads)
 
 
-@pytest.mark.parametrize("schedule", MIXED, ids=ids)
+@pytest.mark.parametrize("schedule", one_of_each_kind(MIXED), ids=ids)
 def test_a_schedule_without_halves_is_refused(schedule):
     stages, params = net()
     plan = fp.make_plan(stages, schedule, devices="cpu")
@@ -114,11 +114,15 @@ def test_a_schedule_without_halves_is_refused(schedule):
         )
 
 
-def linear_plan(stages=2, microbatches=2, **options):
-    part = fp.stage(lambda p, x: torch.tanh(x @ p), name="part")
-    return fp.make_plan(
-        [part] * stages, fp.schedules.fill_drain(stages, microbatches), devices="cpu", **options
-    )
+def plan_of(stages, *, remat=False, **options):
+    """A plan that runs the forwards of two microbatches first."""
+    schedule = fp.schedules.fill_drain(len(stages), 2)
+    schedule = fp.schedules.remat(schedule) if remat else schedule
+    return fp.make_plan(stages, schedule, devices="cpu", **options)
+
+
+def linear_plan(**options):
+    return plan_of([fp.stage(lambda p, x: torch.tanh(x @ p), name="part")] * 2, **options)
 
 
 PARAMS = (torch.eye(3, dtype=torch.float64), torch.ones(3, 3, dtype=torch.float64))
@@ -141,7 +145,7 @@ def test_plans_that_have_no_pullback():
 
 def test_an_auxiliary_loss_is_refused():
     part = fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).sum(), 1.0)), name="moe")
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), devices="cpu")
+    plan = plan_of([part])
     with pytest.raises(fp.PlanError, match=r"stage 0 returned an auxiliary loss"):
         fp.vjp(plan, (torch.ones(3, dtype=torch.float64),), X)
 
@@ -194,7 +198,7 @@ def test_trees_of_outputs_and_inputs():
     def second(p, x):
         return x["h"] * p, x["n"], x["h"].sum()
 
-    plan = fp.make_plan([first, second], fp.schedules.fill_drain(2, 2), devices="cpu")
+    plan = plan_of([first, second])
     params = (torch.tensor(2.0), torch.tensor(3.0))
     inputs = {
         "a": fp.Axis(torch.arange(6.0).reshape(3, 2), 1),
@@ -244,7 +248,7 @@ def test_inputs_that_are_cut_already():
 
 
 def test_without_gradients_of_the_inputs():
-    _, pullback = fp.vjp(linear_plan(), PARAMS, {"x": X}["x"], input_grads=False)
+    _, pullback = fp.vjp(linear_plan(), PARAMS, X, input_grads=False)
     grads, back = pullback(torch.ones_like(X))
     assert back is None
     _, other = fp.vjp(linear_plan(), PARAMS, X)
@@ -263,9 +267,7 @@ def test_no_cotangent_at_all_gives_zeros():
 def test_inside_of_an_outer_backward(executor):
     """As a module would use it: both halves in an autograd Function, under no_grad and on the
     engine's own terms."""
-    plan = fp.make_plan(
-        linear_plan().stages, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu"
-    )
+    plan = linear_plan(remat=True)
 
     class Pipe(torch.autograd.Function):
         @staticmethod
@@ -295,9 +297,7 @@ def test_inside_of_an_outer_backward(executor):
 def test_what_was_switched_on_holds_in_the_second_half(executor):
     """R runs under the autocast of the forwards, though the pullback is called outside of it."""
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p)), name="part")
-    plan = fp.make_plan(
-        [part] * 2, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu"
-    )
+    plan = plan_of([part] * 2, remat=True)
     params, x = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3)
     with torch.autocast("cpu", torch.bfloat16):
         result, pullback = fp.vjp(plan, params, x, executor=executor)
@@ -312,7 +312,7 @@ def test_dropped_it_frees_everything(executor):
     """No cycle keeps residuals alive: without any garbage collection they die with the pullback."""
     watch = Watch()
     part = fp.stage(lambda p, x: watch.layer(x, p), name="part")
-    plan = fp.make_plan([part] * 2, fp.schedules.fill_drain(2, 2), devices="cpu")
+    plan = plan_of([part] * 2)
     params = (torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
     gc.collect()
     gc.disable()
@@ -344,7 +344,7 @@ def test_a_failing_backward_spends_it(executor):
         fp.stage(lambda p, x: Boom.apply(x * p), name="bad"),
         fp.stage(lambda p, x: x * p, name="good"),
     ]
-    plan = fp.make_plan(parts, fp.schedules.fill_drain(2, 2), devices="cpu")
+    plan = plan_of(parts)
     _, pullback = fp.vjp(plan, (torch.ones(3), torch.ones(3)), X.float(), executor=executor)
     with pytest.raises(KeyError, match="boom") as caught:
         pullback(torch.ones(4, 3))
@@ -377,10 +377,7 @@ def test_ties_are_summed():
 def test_a_batch_that_is_used_again_for_the_next(executor, remat):
     """A loader that fills the same buffers: what R reads is what F read."""
     part = fp.stage(lambda p, x, *, feeds: x * p * feeds["m"], name="part", feeds=["m"])
-    schedule = fp.schedules.fill_drain(2, 2)
-    plan = fp.make_plan(
-        [part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu"
-    )
+    plan = plan_of([part] * 2, remat=remat)
     params = (torch.tensor(2.0), torch.tensor(3.0))
     x, m = torch.arange(1.0, 5.0), torch.full((4,), 2.0)
     _, pullback = fp.vjp(plan, params, x.clone(), feeds={"m": m.clone()}, executor=executor)
@@ -393,28 +390,21 @@ def test_a_batch_that_is_used_again_for_the_next(executor, remat):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        torch.inference_mode,
-        torch.no_grad,
-        lambda: torch.device("meta"),
-    ],
-)
-def test_what_is_on_at_the_pullback_alone_changes_nothing(around, remat, executor):
+def test_what_is_on_at_the_pullback_alone_changes_nothing(remat, executor):
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p) + torch.ones(3)), name="part")
-    schedule = fp.schedules.fill_drain(2, 2)
-    plan = fp.make_plan(
-        [part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu"
-    )
+    plan = plan_of([part] * 2, remat=remat)
     params, x, c = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3), torch.ones(4, 3)
-    _, pullback = fp.vjp(plan, params, x, executor=executor)
-    expected = pullback(c)
-    _, pullback = fp.vjp(plan, params, x, executor=executor)
-    with around():
-        got = pullback(c)
-    assert same(expected, got)
+    expected = fp.vjp(plan, params, x, executor=executor)[1](c)
+    for around in (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode(),
+        torch.no_grad(),
+        torch.device("meta"),
+    ):
+        _, pullback = fp.vjp(plan, params, x, executor=executor)
+        with around:
+            got = pullback(c)
+        assert same(expected, got)
 
 
 def test_hooks_that_came_in_between_are_refused():
