@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result
+from common import assert_same_result, cpu_plan
 from stage_zoo import pair
 
 import funcpipe as fp
@@ -22,7 +22,7 @@ def plain(graph, examples):
 
 
 def steps(stages, params, state, batch, schedule, **options):
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+    plan = cpu_plan(stages, schedule, outputs=True)
     return fp.run(plan, params, batch, state=state, seed=2, threads_per_lane=1, **options)
 
 
@@ -79,7 +79,7 @@ def test_warmup_builds_what_a_step_needs():
             fp.compile_stage(stage, backend=lambda graph, _: built.append(1) or graph.forward)
             for stage in stages
         ]
-        plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(made, schedule)
         fp.warmup(plan, params, batch, state=state)
         count = len(built)
         assert expected == count
@@ -127,7 +127,7 @@ def test_inductor(kind):
     stages, params, state, batch = pair(kind)
     made = [fp.compile_stage(stage, backend="inductor") for stage in stages]
     schedule = fp.schedules.zero_bubble(3, 4)
-    plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
+    plan = cpu_plan(made, schedule)
     assert 3 == fp.warmup(plan, params, batch, state=state)
     eager, fast = (
         steps(stages, params, state, batch, schedule),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe._src.compiled.source import lies_as
@@ -147,34 +148,41 @@ MODELS = {
 }
 
 
-def steps(make, backend, schedule):
-    """A step of a model whose input needs a gradient."""
+def steps(make, backend, *schedules):
+    """A step with each schedule of a model whose input needs a gradient."""
     torch.manual_seed(0)
     stage, params, state = fp.from_module(make())
     x = torch.randn(8, 4, 8, 8)
     like = stage(params, x, state=state)
-    target = torch.randn_like(getattr(like, "y", like))
-    first = fp.stage(lambda p, x: x * p)
-    second = fp.compile_stage(stage, backend=backend) if backend else stage
-    plan = fp.make_plan([first, second], schedule, loss=F.mse_loss, devices="cpu", outputs=True)
+    batch = x, torch.randn_like(getattr(like, "y", like))
+    stages = [
+        fp.stage(lambda p, x: x * p),
+        fp.compile_stage(stage, backend=backend) if backend else stage,
+    ]
     weights = torch.ones(8, requires_grad=True), params
-    return fp.run(plan, weights, (x, target), state=((), state), threads_per_lane=1)
+    plans = [cpu_plan(stages, schedule, outputs=True) for schedule in schedules]
+    return [fp.run(plan, weights, batch, state=((), state), threads_per_lane=1) for plan in plans]
 
 
-@pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble])
-@pytest.mark.parametrize("kind", MODELS)
-def test_numbers_and_layouts(kind, family, built):
-    """Numbers are eager's to rounding, and what comes out lies as eager's does."""
-    schedule = family(2, 4)
-    eager, ours = (steps(MODELS[kind], backend, schedule) for backend in (None, "inductor"))
-    torch.testing.assert_close(eager.loss, ours.loss, rtol=1e-5, atol=0)
+def assert_close(eager, ours, atol=1e-5):
+    """Gradients and outputs are alike up to rounding, and lie alike in memory."""
     for a, b in zip(
         fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
     ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=atol)
         assert a.stride() == b.stride()
-    for a, b in zip(fp.leaves(eager.state), fp.leaves(ours.state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_numbers_and_layouts(kind, built):
+    """Numbers are eager's to rounding, and what comes out lies as eager's does."""
+    schedules = fp.schedules.one_f_one_b(2, 4), fp.schedules.zero_bubble(2, 4)
+    results = [steps(MODELS[kind], backend, *schedules) for backend in (None, "inductor")]
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(eager.loss, ours.loss, rtol=1e-5, atol=0)
+        assert_close(eager, ours)
+        for a, b in zip(fp.leaves(eager.state), fp.leaves(ours.state), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_root_without_gradient(built):
@@ -194,7 +202,7 @@ def test_a_root_without_gradient(built):
             fp.compile_stage(stage, backend=backend) if backend else stage,
             fp.stage(lambda p, y: (y[0] * p).flatten(1)),
         ]
-        plan = fp.make_plan(stages, fp.schedules.zero_bubble(3, 2), loss=F.mse_loss, devices="cpu")
+        plan = cpu_plan(stages, fp.schedules.zero_bubble(3, 2))
         results.append(fp.run(plan, (torch.ones(8), params, torch.ones(6)), batch))
     for a, b in zip(fp.leaves(results[0].grads), fp.leaves(results[1].grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -218,14 +226,9 @@ def test_a_compiler_with_layouts_of_its_own(monkeypatch):
         return run
 
     monkeypatch.setattr(torch_names, "inductor", build)
-    eager, ours = (
-        steps(MODELS["skips"], own, fp.schedules.zero_bubble(2, 4)) for own in (None, "inductor")
-    )
-    for a, b in zip(
-        fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert a.stride() == b.stride()
+    schedule = fp.schedules.zero_bubble(2, 4)
+    (eager,), (ours,) = (steps(MODELS["skips"], own, schedule) for own in (None, "inductor"))
+    assert_close(eager, ours)
 
 
 @pytest.mark.slow
@@ -237,15 +240,10 @@ def test_a_compiler_with_layouts_of_its_own(monkeypatch):
 )
 def test_with_the_compiler(kind):
     """Its programs take what they get from each other, and give eager's numbers to rounding."""
-    eager, ours = (
-        steps(MODELS[kind], own, fp.schedules.zero_bubble(2, 2)) for own in (None, "inductor")
-    )
+    schedule = fp.schedules.zero_bubble(2, 2)
+    (eager,), (ours,) = (steps(MODELS[kind], own, schedule) for own in (None, "inductor"))
     largest = max(float(leaf.abs().max()) for leaf in fp.leaves(eager.grads))
-    for a, b in zip(
-        fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * largest)
-        assert a.stride() == b.stride()
+    assert_close(eager, ours, atol=1e-5 * largest)
 
 
 def test_in_cpp_where_it_can_be(monkeypatch, caplog):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_result, cpu_plan, ids, schedules
+from common import assert_same_result, cpu_plan, ids, one_of_each_kind, schedules
 
 import funcpipe as fp
 from funcpipe._src.devices.stream import Place
@@ -83,6 +83,18 @@ def linear_plan(num=2, microbatches=2, schedule=fp.schedules.one_f_one_b, **opti
     return fp.make_plan([part] * num, schedule(num, microbatches), **options), params
 
 
+def forward_plan(function, **options):
+    """A stage without a loss, in two microbatches."""
+    schedule = fp.schedules.fill_drain(1, 2, backward=False)
+    return fp.make_plan([fp.stage(function)], schedule, devices="cpu", outputs=True, **options)
+
+
+def with_graphs(plan, **options):
+    """The plan whose stages are programs, each a graph of its own."""
+    parts = [fp.compile_stage(one, backend="cudagraphs", **options) for one in plan.stages]
+    return cpu_plan(parts, plan.schedule)
+
+
 def data(rows=6, seed=1):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 4, generator=g), torch.randn(rows, 4, generator=g)
@@ -106,9 +118,18 @@ def test_losses_of_ones_own_are_recorded(tapes):
             assert 8 <= len(calls) <= 8 + 6
 
 
-@pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=["eager", "compiled"])
+ON_DEVICE = [one for one in schedules(S, M) if "offload" not in one.name]
+
+
 @pytest.mark.parametrize(
-    "schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids
+    ("schedule", "options"),
+    [
+        *(pytest.param(one, {}, id=f"eager-{ids(one)}") for one in ON_DEVICE),
+        *(
+            pytest.param(one, {"fuse": False}, id=f"compiled-{ids(one)}")
+            for one in one_of_each_kind(ON_DEVICE)
+        ),
+    ],
 )
 def test_played_runs_have_the_same_bits(tapes, schedule, options):
     """Parameters that move (new ones, and in place), state that goes round, other batches: all are
@@ -385,10 +406,7 @@ class Unhashable:
     ],
 )
 def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
-    part = fp.stage(lambda p, x: x * p["w"] * getattr(p["odd"], "factor", 1))
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
-    )
+    plan = forward_plan(lambda p, x: x * p["w"] * getattr(p["odd"], "factor", 1))
     with fp.graphs(plan) as graphs:
         for factor in (1, 2):
             odd.factor = factor
@@ -399,10 +417,7 @@ def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
 
 def test_values_that_can_be_compared(tapes):
     """Numbers, words, functions, types; -0.0 is no 0.0, and nan is nan."""
-    part = fp.stage(lambda p, x: p["f"](x * p["w"]) / p["c"])
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
-    )
+    plan = forward_plan(lambda p, x: p["f"](x * p["w"]) / p["c"])
     with fp.graphs(plan) as graphs:
         for c in (0.0, -0.0, float("nan"), float("nan"), 2):
             params = (
@@ -437,10 +452,7 @@ def test_functions_that_choose_what_is_trained(tapes):
 
 
 def test_a_grad_mode_is_a_form(tapes):
-    part = fp.stage(lambda p, x: x * p["w"] * (1 if torch.is_grad_enabled() else 2))
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
-    )
+    plan = forward_plan(lambda p, x: x * p["w"] * (1 if torch.is_grad_enabled() else 2))
     params, x = ({"w": torch.ones(4)},), data()[0]
     with fp.graphs(plan) as graphs:
         for _ in range(2):
@@ -676,8 +688,7 @@ def test_closed_graphs_hold_nothing(tapes):
 
 def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     plan, params = linear_plan()
-    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    plan = cpu_plan(parts, plan.schedule)
+    plan = with_graphs(plan)
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
     assert result.stats.reason == "not a graph: its compiled stages are graphs themselves"
@@ -721,8 +732,7 @@ def test_programs_as_graphs(tapes, schedule, executor):
 
 def test_programs_are_recorded_by_warmup(tapes):
     plan, params = linear_plan()
-    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    plan = cpu_plan(parts, plan.schedule)
+    plan = with_graphs(plan)
     fp.warmup(plan, params, data())
     made = len(tapes.made)
     assert made == 4  # F and B of two stages
@@ -733,8 +743,7 @@ def test_programs_are_recorded_by_warmup(tapes):
 def test_dropped_programs_hold_no_memory_of_the_device(tapes):
     """Their graphs go when they do, and do not wait for the garbage collector."""
     plan, params = linear_plan(num=1, microbatches=1)
-    part = fp.compile_stage(plan.stages[0], backend="cudagraphs", max_programs=2)
-    plan = cpu_plan([part], plan.schedule)
+    plan = with_graphs(plan, max_programs=2)
     fp.run(plan, params, data(), executor="serial")
     mark = weakref.ref(tapes.made.pop(0))
     tapes.made.clear()
@@ -810,8 +819,7 @@ def test_weights_are_copied_once_a_run(tapes, monkeypatch):
 
 def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
-    parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
-    graphs = cpu_plan(parts, plan.schedule)
+    graphs = with_graphs(plan)
     with pytest.warns(
         UserWarning, match=r"cannot be a CUDA graph \(cpu has none\) and runs without one"
     ):
