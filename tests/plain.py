@@ -43,6 +43,19 @@ class Pair:
         loss.backward()
         return loss.detach()
 
+    def train(self, mine, theirs, batches, *, max_norm=None, trainable=None):
+        """Steps of both, by an optimizer of the leaves and one of the plain model's parameters;
+        after each, the result and the plain model's loss. With a norm, both norms are equal."""
+        for x, t in batches:
+            result = fp.run(self.plan, self.params, (x, t), trainable=trainable)
+            norm = fp.step(mine, self.params, result.grads, max_norm=max_norm)
+            loss = self.backward(x, t)
+            if max_norm is not None:
+                expected = nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+                torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+            theirs.step()
+            yield result, loss
+
     def in_order(self):
         """The plain model's parameters in the order of the leaves."""
         return [

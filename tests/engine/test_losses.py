@@ -97,20 +97,11 @@ def test_weight_0_adds_exactly_0(executor):
     assert result.losses[0].isnan()
     torch.testing.assert_close(result.loss, loss)
     torch.testing.assert_close(result.grads[0], gradient)
-    stages = (SCALE, SCALE, SCALE)
-    plan = cpu_plan(
-        stages,
-        fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)),
-        loss=F.cross_entropy,
-        weight=lambda t: (t != -100).sum(),
-    )
-    many = fp.run(
-        plan,
-        tuple(torch.ones((), dtype=torch.float64) for _ in stages),
-        (logits, t),
-        executor=executor,
-    )
-    for one in many.grads:
+    schedule = fp.schedules.remat(fp.schedules.one_f_one_b(3, 4))
+    weight = lambda t: (t != -100).sum()
+    plan = cpu_plan([SCALE] * 3, schedule, loss=F.cross_entropy, weight=weight)
+    params = tuple(torch.ones((), dtype=torch.float64) for _ in range(3))
+    for one in fp.run(plan, params, (logits, t), executor=executor).grads:
         torch.testing.assert_close(one, gradient)
 
 
@@ -181,26 +172,24 @@ def test_what_is_no_loss_is_refused_with_what_came(value):
 def test_the_loss_is_called_once_per_microbatch(executor):
     """M calls, also with remat of other stages; never for shapes or planning. In runs 1, 2, 4, ...
     each is followed by three with up to four rows, until one shows a mean of several rows."""
-    calls = []
+    calls, params = [], (torch.ones(()), torch.ones(()))
     loss = lambda y, t: (calls.append(len(y)), y.sum() / len(y))[1]
     plan = plan_of(loss, (SCALE, SCALE), 3)
-    fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(7, 1), None), executor=executor)
     checked = [3, 3, 1, 2, 2, 2, 1, 1, 2, 2, 1, 1]
-    assert checked == calls
-    for rows, expected in ((7, checked), (7, [3, 2, 2]), (2, [1, 2, 1, 1, 1]), (2, [1, 1])):
+    for rows, expected in (
+        (7, checked),
+        (7, checked),
+        (7, [3, 2, 2]),
+        (2, [1, 2, 1, 1, 1]),
+        (2, [1, 1]),
+    ):
         calls.clear()
-        fp.run(
-            plan, (torch.ones(()), torch.ones(())), (torch.ones(rows, 1), None), executor=executor
-        )
+        fp.run(plan, params, (torch.ones(rows, 1), None), executor=executor)
         assert expected == calls
     calls.clear()
     keep = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3), keep=lambda action: action.stage == 1)
-    fp.run(
-        cpu_plan([SCALE] * 2, keep, loss=loss),
-        (torch.ones(()), torch.ones(())),
-        (torch.ones(3, 1), None),
-        executor=executor,
-    )
+    plan = cpu_plan([SCALE] * 2, keep, loss=loss)
+    fp.run(plan, params, (torch.ones(3, 1), None), executor=executor)
     assert [1, 1, 1] == calls
 
 
@@ -219,7 +208,7 @@ def test_loss_scale_multiplies_gradients_only():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("form", ["mean", "mean, weight=", "sum and rows, weight="])
+@pytest.mark.parametrize("form", ["mean", "sum and rows, weight="])
 def test_auxiliary_losses_count_by_their_microbatch(form, executor):
     """Two stages add (sum, weight): their means over the whole batch are added to the loss."""
     side = fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).square().sum(), len(x))), name="side")
@@ -279,6 +268,12 @@ def params_of():
 TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
 
 
+def run_tree(params, *, ties=(), **options):
+    """A run of two stages that multiply, over ones."""
+    plan = plan_of(row_mean, (TREE, TREE), ties=ties)
+    return fp.run(plan, params, (torch.ones(4, 2), None), **options)
+
+
 @pytest.mark.parametrize(
     ("trainable", "expected"),
     [
@@ -296,8 +291,7 @@ TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
 def test_which_leaves_get_gradients(trainable, expected):
     """Every form; None elsewhere, zeros and a mention where unused."""
     params = params_of()
-    plan = plan_of(row_mean, (TREE, TREE), 2)
-    result = fp.run(plan, params, (torch.ones(4, 2), None), trainable=trainable)
+    result = run_tree(params, trainable=trainable)
     found = {
         (s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None
     }
@@ -313,8 +307,7 @@ def test_marked_leaves_win_over_floating_ones():
     head."""
     params = params_of()
     params[1]["w"].requires_grad_()
-    plan = plan_of(row_mean, (TREE, TREE), 2)
-    grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
+    grads = run_tree(params).grads
     assert [None, None] == [grads[0]["w"], grads[0]["unused"]]
     assert torch.equal(torch.full((2,), 1.0), grads[1]["w"])
     assert params[1]["w"].grad is None
@@ -322,7 +315,6 @@ def test_marked_leaves_win_over_floating_ones():
 
 def test_wrong_trainable_is_refused():
     """A word, another number of stages, another structure, leaves that are not floating."""
-    plan = plan_of(row_mean, (TREE, TREE), 2)
     for trainable, reason in (
         ((True,), "1 entries for 2"),
         ("all", r"trainable is True, False, a function.*got .all."),
@@ -330,7 +322,7 @@ def test_wrong_trainable_is_refused():
         ((dict.fromkeys(params_of()[0], True), True), "not floating-point tensors.*steps"),
     ):
         with pytest.raises(fp.PlanError, match=reason):
-            fp.run(plan, params_of(), (torch.ones(4, 2), None), trainable=trainable)
+            run_tree(params_of(), trainable=trainable)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -356,19 +348,16 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     """The error is the argument to paste; wrong ties name the nearest leaf, shapes and flags."""
     w = torch.ones(2)
     with pytest.raises(fp.PlanError) as caught:
-        fp.run(plan_of(row_mean, (TREE, TREE)), ({"w": w}, {"w": w}), (torch.ones(4, 2), None))
+        run_tree(({"w": w}, {"w": w}))
     assert "make_plan(..., ties=[((0, 'w'), (1, 'w'))])" in str(caught.value)
-    ties = [((0, "w"), (1, "w"))]
-    assert fp.run(
-        plan_of(row_mean, (TREE, TREE), ties=ties), ({"w": w}, {"w": w}), (torch.ones(4, 2), None)
-    ).grads
+    assert run_tree(({"w": w}, {"w": w}), ties=[((0, "w"), (1, "w"))]).grads
     for params, group, reason in (
         (({"weight": w}, {"w": w}), [(0, "wieght"), (1, "w")], "did you mean 'weight'"),
         (({"w": w}, {"w": torch.ones(3)}), [(0, "w"), (1, "w")], "differ in shape"),
         (({"w": w}, {"w": w.clone().requires_grad_()}), [(0, "w"), (1, "w")], "some are not"),
     ):
         with pytest.raises(fp.PlanError, match=reason):
-            fp.run(plan_of(row_mean, (TREE, TREE), ties=[group]), params, (torch.ones(4, 2), None))
+            run_tree(params, ties=[group])
 
 
 # -- losses of one's own that are not means over rows
@@ -511,9 +500,8 @@ def run_model(loss, given, *, compiled=False, fp_weight=None, count=4, **options
     return result, model
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("name", ["sum", "root", "contrastive", "centred"])
+@pytest.mark.parametrize(("positions", "compiled"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("name", ["sum", "root", "centred"])
 def test_a_model_whose_own_loss_is_no_mean_over_rows_is_refused(name, positions, compiled):
     """Each run raises, until the weights are stated. Tensors without rows do not hinder it."""
     given = [f64(16, 2), f64(16, 2), *([fp.Replicate(f64(1, 2))] if positions else [])]

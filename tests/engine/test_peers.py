@@ -5,6 +5,7 @@ P<n>: row n of table 2.1 of the study of torch.distributed.pipelining, P2.2: its
 the ten lines on torchgpipe; A<n>: the review's experiments. Those that other files invert already:
   P1 A1 G5      laws/test_deferred_state.py (counts once; two layers; unbiased, large means)
   P4 P7 A8      engine/test_losses.py (loss called M times; uneven rows; padded tokens; weight 0)
+  P5            faults/test_stage_faults.py (the loss fails; exits; the next run is right)
   P6 P12        engine/test_optim.py (accumulation is exact; tied parameters step together)
   P13 P15 P16   engine/test_microbatch.py (dict and scalar outputs; rows must match; feeds missing)
   P14 G9        laws/test_any_tree.py (dict targets; anything beside an activation; popped but unused)
@@ -29,7 +30,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, cpu_plan, ids, one_of_each_kind, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, one_of_each_kind, schedules
 from small import row_mean
 from torch.utils.checkpoint import checkpoint
 
@@ -77,27 +78,6 @@ def test_p3_integer_ids_go_between_stages(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
-    """KeyboardInterrupt in the loss of microbatch 2; the same plan then gives the numbers of a
-    fresh one."""
-    armed = [True]
-
-    def loss(y, t):
-        if armed[0] and t[0, 0] == 2:
-            raise KeyboardInterrupt
-        return y.sum() / len(y)
-
-    plan = cpu_plan([TIMES, TIMES], fp.schedules.fill_drain(2, 4), loss=loss)
-    x, t = torch.randn(8, 1), torch.arange(8.0).div(2).floor()[:, None]
-    with pytest.raises(KeyboardInterrupt):
-        fp.run(plan, ones(2), (x * 100, t), executor=executor)
-    armed[0] = False
-    assert_same_result(
-        fp.run_sequential(plan, ones(2), (x, t)), fp.run(plan, ones(2), (x, t), executor=executor)
-    )
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_p8_batches_may_grow_and_shrink(executor):
     """One plan, other rows and widths in every step."""
     plan = cpu_plan([TIMES, TIMES], fp.schedules.one_f_one_b(2, 4))
@@ -120,7 +100,7 @@ def test_p9_the_places_of_crossing_values_do_not_grow_with_the_batch():
     assert max(p.slots for p in pools[1]) <= 4
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
     """Forward and recomputation: 2 calls per microbatch for any number of linear layers in the
     block."""
@@ -179,28 +159,6 @@ def test_p22_what_is_printed_is_what_runs(schedule, executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_g2_functional_call_with_remat_has_the_given_weights(executor):
-    """A function stage around functional_call: recomputed with the run's parameters, not the
-    module's own."""
-    # A module each: functional_call puts tensors into the module, so two threads must not share
-    # one.
-    modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
-    bodies = [
-        fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body")
-        for m in modules
-    ]
-    for schedule in (
-        fp.schedules.fill_drain(2, 2),
-        fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
-        fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
-    ):
-        plan = cpu_plan(bodies, schedule, loss=row_mean)
-        params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
-        grads = fp.run(plan, params, (torch.ones(2, 1), None), executor=executor).grads
-        assert [10.0, 10.0] == [float(tree["weight"]) for tree in grads]
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat])
 def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
     """Between forward and backward, with or without remat: refused, by the parameter's name."""
@@ -234,76 +192,35 @@ def test_g4_a_partial_batch_keeps_its_features():
         assert 1 == int(result.state[0]["num_batches_tracked"])
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat], ids=["plain", "remat"])
-def test_g8_dropout_masks_are_those_of_the_recomputation(wrap):
-    """100 dropouts in 2 stages on 2 threads, 5 times: zeros of the output are zeros of the
-    gradient, and again so."""
-    drop = lambda p, x: [x := F.dropout(x * p, 0.02) for _ in range(50)][-1]
-    stages = fp.stage(drop, name="a"), fp.stage(drop, name="b")
-    plan = cpu_plan(stages, wrap(fp.schedules.one_f_one_b(2, 4)), loss=row_mean, outputs=True)
-    whole = fp.Replicate
-    params = torch.ones(1, 30), torch.ones(1, 30)
-    results = [
-        fp.run(plan, params, (torch.ones(4, 30), whole(None)), seed=1, executor="threads")
-        for _ in range(5)
-    ]
-    dead = (results[0].outputs == 0).all(0)
-    assert 0 < int((results[0].outputs == 0).sum())
-    for result in results:
-        assert same(results[0].outputs, result.outputs)
-        assert same(results[0].grads, result.grads)
-        assert torch.equal(dead, (result.grads[1] == 0)[0])
+def test_g10_a6_two_cpu_devices_are_two_threads():
+    """Each lane has its own, for forward and a user's backward alike, and the caller's is neither;
+    all see the caller's context variables."""
+    threads, names = [set(), set()], set()
+    name = ContextVar("name", default="nobody")
 
-
-def test_g10_two_cpu_devices_are_two_threads():
-    """Each lane has its own, for forward and backward alike, and the caller's is neither."""
-    threads = [set(), set()]
+    def look(index):
+        threads[index].add(threading.get_ident())
+        names.add(name.get())
 
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, index):
             ctx.index = index
-            threads[index].add(threading.get_ident())
+            look(index)
             return x * 2
 
         @staticmethod
         def backward(ctx, g):
-            threads[ctx.index].add(threading.get_ident())
+            look(ctx.index)
             return g * 2, None
 
+    name.set("somebody")
     stages = [fp.stage(lambda p, x, i=i: Look.apply(x * p, i), name=str(i)) for i in range(2)]
-    fp.run(
-        cpu_plan(stages, fp.schedules.one_f_one_b(2, 4)),
-        ones(2),
-        (torch.randn(4, 1), torch.randn(4, 1)),
-        executor="threads",
-    )
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 4))
+    fp.run(plan, ones(2), (torch.randn(4, 1), torch.randn(4, 1)), executor="threads")
     assert [1, 1] == [len(one) for one in threads]
     assert 3 == len(threads[0] | threads[1] | {threading.get_ident()})
-
-
-def test_a6_user_backwards_stay_on_their_lanes_thread():
-    """A custom backward runs on the thread of its forward, no engine thread, with the caller's
-    context variables."""
-    seen = []
-    name = ContextVar("name", default="nobody")
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append((threading.get_ident(), name.get()))
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, g):
-            seen.append((threading.get_ident(), name.get()))
-            return g * 1
-
-    name.set("somebody")
-    plan = cpu_plan([fp.stage(lambda p, x: Look.apply(x * p))], fp.schedules.fill_drain(1, 1))
-    fp.run(plan, ones(1), (torch.randn(2, 1), torch.randn(2, 1)), executor="threads")
-    assert [(seen[0][0], "somebody")] * 2 == seen
-    assert threading.get_ident() != seen[0][0]
+    assert {"somebody"} == names
 
 
 def test_a8_half_gradients_do_not_overflow_where_weights_are_known():

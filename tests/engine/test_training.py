@@ -22,10 +22,7 @@ def test_parameter_groups_by_name():
     pair = Pair()
 
     def groups(named):
-        named = [
-            (name.removeprefix("0.").removeprefix("1.") if pipe else name, leaf)
-            for pipe, (name, leaf) in named
-        ]
+        named = list(named)
         head = [leaf for name, leaf in named if name.startswith("5.")]
         matrices = [leaf for name, leaf in named if leaf.ndim >= 2 and not name.startswith("5.")]
         rest = [leaf for name, leaf in named if leaf.ndim < 2 and not name.startswith("5.")]
@@ -36,14 +33,10 @@ def test_parameter_groups_by_name():
             {"params": rest, "weight_decay": 0.0},
         ]
 
-    mine = torch.optim.AdamW(groups((True, one) for one in fp.named_leaves(pair.params)), lr=0.02)
-    theirs = torch.optim.AdamW(
-        groups((False, one) for one in pair.plain.named_parameters()), lr=0.02
-    )
-    for x, t in pair.batches():
-        fp.step(mine, pair.params, fp.run(pair.plan, pair.params, (x, t)).grads)
-        pair.backward(x, t)
-        theirs.step()
+    named = [(name.split(".", 1)[1], leaf) for name, leaf in fp.named_leaves(pair.params)]
+    mine = torch.optim.AdamW(groups(named), lr=0.02)
+    theirs = torch.optim.AdamW(groups(pair.plain.named_parameters()), lr=0.02)
+    assert STEPS == len(list(pair.train(mine, theirs, pair.batches())))
     pair.assert_equal()
 
 
@@ -76,17 +69,11 @@ def test_frozen_leaves_stay(how):
     before = {name: leaf.detach().clone() for name, leaf in fp.named_leaves(pair.params)}
     mine = torch.optim.AdamW(fp.leaves(pair.params), lr=0.05)
     theirs = torch.optim.AdamW(pair.plain.parameters(), lr=0.05)
-    for x, t in pair.batches():
-        result = fp.run(pair.plan, pair.params, (x, t), trainable=trainable)
+    options = {"max_norm": 0.5, "trainable": trainable}
+    for result, _ in pair.train(mine, theirs, pair.batches(), **options):
         assert frozen == {
             name for tree in result.grads for name, gradient in tree.items() if gradient is None
         }
-        norm = fp.step(mine, pair.params, result.grads, max_norm=0.5)
-        pair.backward(x, t)
-        torch.testing.assert_close(
-            norm, nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5), rtol=1e-10, atol=0
-        )
-        theirs.step()
     pair.assert_equal()
     assert len(before) - len(frozen) == len(mine.state)
     changed = {
@@ -163,18 +150,12 @@ SCHEDULERS = {
 def test_learning_rates_follow_schedulers(name):
     """Any scheduler of torch.optim: rates and parameters are those of the plain loop."""
     pair = Pair()
-    mine, theirs = (
-        torch.optim.SGD(fp.leaves(pair.params), lr=0.05),
-        torch.optim.SGD(pair.plain.parameters(), lr=0.05),
-    )
+    mine = torch.optim.SGD(fp.leaves(pair.params), lr=0.05)
+    theirs = torch.optim.SGD(pair.plain.parameters(), lr=0.05)
     my_rates, their_rates = SCHEDULERS[name](mine), SCHEDULERS[name](theirs)
     seen = []
-    for x, t in pair.batches():
-        result = fp.run(pair.plan, pair.params, (x, t))
-        fp.step(mine, pair.params, result.grads)
+    for result, loss in pair.train(mine, theirs, pair.batches()):
         my_rates.step(*([result.loss] if name == "plateau" else []))
-        loss = pair.backward(x, t)
-        theirs.step()
         their_rates.step(*([loss] if name == "plateau" else []))
         seen.append(mine.param_groups[0]["lr"])
         assert theirs.param_groups[0]["lr"] == pytest.approx(seen[-1], rel=1e-12)
@@ -197,10 +178,8 @@ def test_tied_weights_are_clipped_once(replicas):
         params[1]["3.weight"] = nn.Parameter(params[1]["3.weight"].detach().clone())
     ties = [[(0, "0.weight"), (1, "3.weight")]]
     plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties)
-    mine, theirs = (
-        torch.optim.AdamW(fp.leaves(params), lr=0.1),
-        torch.optim.AdamW(plain.parameters(), lr=0.1),
-    )
+    mine = torch.optim.AdamW(fp.leaves(params), lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
     assert (4 if replicas else 3) == len(mine.param_groups[0]["params"])
     for _ in range(STEPS):
         x, t = torch.randint(0, 7, (2, 10))
@@ -266,16 +245,13 @@ def test_moving_averages():
     reference = swa_utils.AveragedModel(pair.plain, multi_avg_fn=update)
     reference.update_parameters(pair.plain)  # the first call copies
     average = copy.deepcopy(pair.params)
-    mine, theirs = (
-        torch.optim.SGD(fp.leaves(pair.params), lr=0.5),
-        torch.optim.SGD(pair.plain.parameters(), lr=0.5),
-    )
-    for x, t in pair.batches():
-        fp.step(mine, pair.params, fp.run(pair.plan, pair.params, (x, t)).grads)
+    mine = torch.optim.SGD(fp.leaves(pair.params), lr=0.5)
+    theirs = torch.optim.SGD(pair.plain.parameters(), lr=0.5)
+    batches = pair.batches()
+    for _ in pair.train(mine, theirs, batches):
         update(fp.leaves(average), fp.leaves(pair.params), None)
-        pair.backward(x, t)
-        theirs.step()
         reference.update_parameters(pair.plain)
+    x, _ = batches[-1]
     evaluation = fp.make_plan(pair.plan.stages, pair.plan.schedule.forwards(), devices="cpu")
     outputs = fp.run(evaluation, average, x).outputs
     torch.testing.assert_close(outputs, reference(x).detach(), rtol=1e-9, atol=1e-11)

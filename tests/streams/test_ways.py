@@ -34,8 +34,11 @@ def of_each_kind():
     return tuple(zip(*made, strict=True))
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-@pytest.mark.parametrize("devices", [["cpu:0", "cpu:0"], ["cpu:0", "cpu:1"]], ids="-".join)
+@pytest.mark.parametrize(
+    ("devices", "executor"),
+    [(["cpu:0", "cpu:0"], "serial"), (["cpu:0", "cpu:1"], "threads")],
+    ids=["one device", "two devices"],
+)
 @pytest.mark.parametrize(
     "schedule",
     [
