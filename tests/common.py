@@ -106,6 +106,12 @@ def cpu_plan(stages, schedule: fp.Schedule, *, loss=F.mse_loss, **options) -> fp
     return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
 
 
+def forward_plan(stages, num_microbatches: int, **options) -> fp.Plan:
+    """A plan on the CPU that computes outputs alone, with a device for each stage."""
+    schedule = fp.schedules.fill_drain(len(stages), num_microbatches, backward=False)
+    return fp.make_plan(stages, schedule, devices="cpu", **options)
+
+
 def same(a, b) -> bool:
     """Bit for bit, structure included; NaN equals NaN."""
     left, spec = flatten(a)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import cpu_plan, same
+from common import cpu_plan, forward_plan, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcpipe as fp
@@ -285,9 +285,7 @@ def test_state_that_is_only_read():
     )
     programs = fp.make_programs(fp.compile_stage(norm), params, X, state=state, train=False)
     assert programs.once is not None
-    plan = fp.make_plan(
-        [fp.compile_stage(norm)], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu"
-    )
+    plan = forward_plan([fp.compile_stage(norm)], 4)
     expected = fp.run(
         fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)
     ).outputs

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from common import EXECUTORS, cpu_plan, same
+from common import EXECUTORS, cpu_plan, forward_plan, same
 from small import row_mean
 
 import funcpipe as fp
@@ -24,9 +24,7 @@ def look(num_microbatches, inputs, *, feeds=None, fn=None, names=(), executor="s
         return x if fn is None else fn(x)
 
     part = fp.stage(fn_, feeds=names, name="s")
-    plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, num_microbatches, backward=False), devices="cpu"
-    )
+    plan = forward_plan([part], num_microbatches)
     return seen, fp.run(plan, ((),), inputs, feeds=feeds, executor=executor)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import cpu_plan, same, snapshot
+from common import cpu_plan, forward_plan, same, snapshot
 
 import funcpipe as fp
 
@@ -240,9 +240,7 @@ def scaled(params, **options):
 def test_accumulation_takes_results_with_a_loss():
     """Nothing, runs without a loss, one bare result and what is no result are refused; a generator
     is welcome."""
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
-    )
+    plan = forward_plan([fp.stage(lambda p, x: x)], 1)
     evaluation = fp.run(plan, ((),), torch.ones(2))
     result = scaled({"w": torch.ones(2)})
     for results in (

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from common import EXECUTORS, assert_same_result, cpu_plan, same
+from common import EXECUTORS, assert_same_result, cpu_plan, forward_plan, same
 
 import funcpipe as fp
 from funcpipe._src.core.torch_names import FakeTensorMode
@@ -89,7 +89,7 @@ def test_what_another_thread_draws_is_not_keyed():
 
     thread = threading.Thread(target=other)
     thread.start()
-    plan = fp.make_plan([waits], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = forward_plan([waits], 1)
     fp.run(plan, ones(1), torch.ones(2, 2), seed=0)
     thread.join()
     torch.manual_seed(5)
@@ -127,18 +127,13 @@ def test_a_draw_inside_of_a_conditional_is_keyed():
         def stage(p, x):
             return cond_op(x.sum() > 0, fn, fn, (x,))
 
-        return fp.make_plan([stage], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+        return forward_plan([stage], 1)
 
     x = torch.ones(2, 3)
     assert torch.equal(fp.run(make(lambda v: v + 1), ((),), x).outputs, x + 1)
     before = torch.get_rng_state()
     outside = fp.stage(lambda p, v: v + torch.rand(3), name="cond")
-    expected = fp.run(
-        fp.make_plan([outside], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"),
-        ((),),
-        x,
-        seed=0,
-    )
+    expected = fp.run(forward_plan([outside], 1), ((),), x, seed=0)
     assert torch.equal(
         fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, cpu_plan, ids, same
+from common import EXECUTORS, assert_same_result, cpu_plan, forward_plan, ids, same
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,9 +34,7 @@ def train(look=lambda: None, schedule=None):
 
 
 def evaluate(look=lambda: None, **options):
-    return fp.make_plan(
-        net(look), fp.schedules.fill_drain(2, 3, backward=False), devices="cpu", **options
-    )
+    return forward_plan(net(look), 3, **options)
 
 
 def seen(ask, plan_of, executor, batch):
@@ -113,7 +111,7 @@ def test_inference_mode_with_buffers(executor):
     stage, params, state = fp.from_module(
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="m"
     )
-    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
+    plan = forward_plan([stage], 3)
     expected = fp.run(plan, (params,), X, state=(state,), executor=executor).outputs
     with torch.inference_mode():
         assert torch.equal(

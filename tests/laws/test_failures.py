@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 import torch
-from common import assert_same_result, cpu_plan, ids, same, snapshot
+from common import assert_same_result, cpu_plan, forward_plan, ids, same, snapshot
 from failing import ODD, PARAMS, Boom, Faults, M, S, X, caught, go, make
 from watch import num_tensors
 
@@ -222,9 +222,7 @@ def test_the_earliest_of_two_failures_wins(monkeypatch):
         lambda p, x: x if x.any() else fail(p, x), name="first"
     )  # fails at microbatch 1
     second = fp.stage(fail, name="second")
-    plan = fp.make_plan(
-        [first, second], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
-    )
+    plan = forward_plan([first, second], 2)
     x = torch.tensor([[1.0], [0.0]])
     for _ in range(5):
         error = caught(lambda: fp.run(plan, ("a", "b"), x, executor="threads"))
@@ -256,9 +254,7 @@ def test_no_action_starts_after_a_failure(monkeypatch):
         return x
 
     first = fp.stage(lambda p, x: x if int(x) < 3 else 1 / 0)
-    plan = fp.make_plan(
-        [first, fp.stage(slow)], fp.schedules.fill_drain(2, 6, backward=False), devices="cpu"
-    )
+    plan = forward_plan([first, fp.stage(slow)], 6)
     assert 2 == next(pool.slots for pool in plan.program.pools if pool.role is fp.typing.Role.ACT)
     error = caught(lambda: fp.run(plan, ((), ()), torch.arange(6), executor="threads"))
     assert "0F3" == error.funcpipe.action
@@ -283,11 +279,7 @@ def test_users_who_wrap_everything_do_not_hide_the_failure():
         inside.wait(5)
         raise Boom("first")
 
-    plan = fp.make_plan(
-        [fp.stage(wraps), fp.stage(fails)],
-        fp.schedules.fill_drain(2, 2, backward=False),
-        devices="cpu",
-    )
+    plan = forward_plan([fp.stage(wraps), fp.stage(fails)], 2)
     error = caught(lambda: fp.run(plan, ((), ()), torch.tensor([0, 1]), executor="threads"))
     assert isinstance(error, Boom)
     assert 1 == len(error.__notes__)
@@ -334,9 +326,7 @@ def test_ctrl_c_while_the_caller_waits(executor):
             sent.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
 
-    plan = fp.make_plan(
-        [fp.stage(long)] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
-    )
+    plan = forward_plan([fp.stage(long)] * 2, 2)
     timer = threading.Timer(0.05, press)
     timer.start()
     error = caught(lambda: fp.run(plan, ((), ()), X, executor=executor))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, cpu_plan, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, forward_plan, same, schedules
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
@@ -146,7 +146,7 @@ def test_draws_differ_by_microbatch_layer_draw_and_seed():
         fp.from_module(nn.Sequential(Noise()), name="b"),
         strict=True,
     )
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = forward_plan(stages, 2)
     outputs = [fp.run(plan, params, torch.zeros(2, 0), seed=seed).outputs for seed in (0, 1)]
     assert (2, 6) == outputs[0].shape
     assert 24 == torch.cat(outputs).unique().numel()
@@ -210,7 +210,7 @@ def test_attention_without_dropout_needs_no_seed():
     part, params, _ = fp.from_module(
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
     )
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = forward_plan([part], 2)
     assert (4, 3, 8) == fp.run(plan, (params,), torch.randn(4, 3, 8)).outputs.shape
 
 
@@ -254,21 +254,15 @@ def test_stages_whose_layers_clash_want_names():
     """Two modules with a drawing layer "0" are refused without names, and draw different masks with
     them."""
     stages, params, _ = dropouts("", "")
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
-    )
+    plan = forward_plan(stages, 1, train=True)
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "a")
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
-    )
+    plan = forward_plan(stages, 1, train=True)
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "b")
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
-    )
+    plan = forward_plan(stages, 1, train=True)
     y = fp.run(plan, params, torch.ones(2, 50), seed=0).outputs
     assert {0.0, 4.0} == set(y.unique().tolist())
     assert 10 < int((y == 4).sum()) < 40  # about a quarter; a half if the masks were one
@@ -278,9 +272,7 @@ def test_function_stages_draw_by_unique_names():
     """Two of one name are refused, one without a name too."""
     drop = lambda p, x: F.dropout(x, 0.5)
     for stages, reason in (([fp.stage(drop, name="d")] * 2, "'d'"), ([fp.stage(drop)], "name=")):
-        plan = fp.make_plan(
-            stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu"
-        )
+        plan = forward_plan(stages, 1)
         with pytest.raises(fp.StageError, match=reason):
             fp.run(plan, ((),) * len(stages), torch.ones(4, 4), seed=0)
 
@@ -288,10 +280,8 @@ def test_function_stages_draw_by_unique_names():
 def test_a_generator_of_the_stages_own_is_refused():
     """It would be state outside of the stage."""
     own = torch.Generator()
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")],
-        fp.schedules.fill_drain(1, 1, backward=False),
-        devices="cpu",
+    plan = forward_plan(
+        [fp.stage(lambda p, x: x + torch.rand(x.shape, generator=own), name="a")], 1
     )
     with pytest.raises(fp.StageError, match="generator"):
         fp.run(plan, ((),), torch.ones(4, 4), seed=0)
