@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import same, snapshot
 
 import funcpipe as fp
 
@@ -45,14 +46,16 @@ class Pair:
 
     def train(self, mine, theirs, batches, *, max_norm=None, trainable=None):
         """Steps of both, by an optimizer of the leaves and one of the plain model's parameters;
-        after each, the result and the plain model's loss. With a norm, both norms are equal."""
+        after each, the result and the plain model's loss. Norms are equal, and a step writes into
+        no gradient of the result."""
         for x, t in batches:
             result = fp.run(self.plan, self.params, (x, t), trainable=trainable)
+            before = snapshot(result.grads)
             norm = fp.step(mine, self.params, result.grads, max_norm=max_norm)
+            assert same(before, snapshot(result.grads))
             loss = self.backward(x, t)
-            if max_norm is not None:
-                expected = nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
-                torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+            expected = nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm or float("inf"))
+            torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
             theirs.step()
             yield result, loss
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import cpu_plan, forward_plan, same, snapshot
+from common import cpu_plan, forward_plan
+from plain import Pair
 
 import funcpipe as fp
 
@@ -47,7 +48,7 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
-        # These write into the gradients that they step by; those of the result stay.
+        # These write into the gradients that they step by.
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
         lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
     ],
@@ -55,41 +56,12 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
 )
 @pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
 def test_steps_are_those_of_eager_training(make, max_norm):
-    """Three steps with clipping: parameters and norms equal backward, clip_grad_norm_, step of the
-    plain model."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    parts = [
-        fp.from_module(nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()),
-        fp.from_module(nn.Linear(3, 2).double()),
-    ]
-    stages, params, _ = zip(*parts, strict=True)
-    with torch.no_grad():
-        for mine, theirs in zip(
-            fp.leaves([sorted(p.items()) for p in params]),
-            [plain[0].bias, plain[0].weight, plain[2].bias, plain[2].weight],
-            strict=True,
-        ):
-            mine.copy_(theirs)
-    optimizer, reference = make(fp.leaves(params)), make(plain.parameters())
-    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 3))
-    for _ in range(3):
-        x, t = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
-        grads = fp.run(plan, params, (x, t)).grads
-        before = snapshot(grads)
-        norm = fp.step(optimizer, params, grads, max_norm=max_norm)
-        assert same(before, snapshot(grads))
-        reference.zero_grad()
-        F.mse_loss(plain(x), t).backward()
-        expected = nn.utils.clip_grad_norm_(
-            plain.parameters(), max_norm if max_norm else float("inf")
-        )
-        reference.step()
-        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
-        torch.testing.assert_close(
-            params[0]["0.weight"].detach(), plain[0].weight.detach(), rtol=1e-9, atol=1e-11
-        )
-        assert all(leaf.grad is None for leaf in fp.leaves(params))
+    """Parameters and norms equal backward, clip_grad_norm_, step of the plain model; gradients of
+    the result stay what they are."""
+    pair = Pair()
+    mine, theirs = make(fp.leaves(pair.params)), make(pair.in_order())
+    assert 3 == len([*pair.train(mine, theirs, pair.batches(3), max_norm=max_norm)])
+    pair.assert_equal()
 
 
 def test_a_step_leaves_no_grad_behind_even_when_it_fails():

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 import funcpipe as fp
 from funcpipe._src.engine.lanes import Lanes
 from funcpipe._src.optimizing import undo
+from funcpipe.testing import FaultAt
 
 STAGES, MICROBATCHES = 3, 3
 GENERATOR = torch.Generator().manual_seed(1)
@@ -206,50 +207,28 @@ def test_a_loss_that_weighs_late(walks):
     assert max(walks) == 1
 
 
-class Fails:
-    """A stage that raises in its forward or its backward when it is told to."""
-
-    def __init__(self):
-        self.at, self.forwards, self.backwards = None, 0, 0
-
-    def __call__(self, p, x):
-        self.forwards += 1
-        if (self.at, self.forwards) == ("F", 2 * MICROBATCHES):
-            raise ArithmeticError("planted")
-        return Raises.apply(residual(p, x), self)
-
-    def aim(self, at):
-        self.at, self.forwards, self.backwards = at, 0, 0
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, owner):
-        ctx.owner = owner
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        owner = ctx.owner
-        owner.backwards += 1
-        if (owner.at, owner.backwards) == ("B", 2 * MICROBATCHES):
-            raise ArithmeticError("planted")
-        return gradient, None
-
-
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("place", range(STAGES))
 @pytest.mark.parametrize("at", ["F", "B"])
 def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor):
-    fails = Fails()
-    stages = [fp.stage(fails if number == place else residual) for number in range(STAGES)]
+    """The second of three, in the last microbatch."""
+    calls, armed = [], threading.Event()
+
+    def strike(tensor):
+        calls.append(1)
+        if armed.is_set() and len(calls) == 2:
+            raise ArithmeticError("planted")
+
+    fault = FaultAt(place, MICROBATCHES - 1, at, error=strike)
     twins = Twins(
-        plan=plan_of(stages=stages), scheduler=lambda each: lr_scheduler.StepLR(each, 1, 0.5)
+        stages=fault([fp.stage(residual)] * STAGES),
+        scheduler=lambda each: lr_scheduler.StepLR(each, 1, 0.5),
     )
     twins.run(BATCHES[:2], executor=executor)
     before, rates = twins.now(), copy.deepcopy(twins.schedulers[0].state_dict())
     groups = copy.deepcopy(twins.optimizers[0].state_dict()["param_groups"])
-    fails.aim(at)
+    calls.clear()
+    armed.set()
     with pytest.raises(fp.StageError, match="planted") as caught:
         twins.batches([BATCHES[0]] * 3, executor=executor)
     assert isinstance(caught.value, ArithmeticError)
@@ -259,7 +238,7 @@ def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor):
     notes = "\n".join(caught.value.__notes__)
     assert "in batch 1 of these" in notes
     assert "run_batches has undone all steps" in notes
-    fails.aim(None)
+    armed.clear()
     twins.run(executor=executor)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import funcpipe as fp
 from funcpipe._src.optimizing.stepping import part_of
+from funcpipe.testing import FaultAt
 
 STAGES, MICROBATCHES = 4, 4
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -105,42 +106,27 @@ def test_what_is_not_finite(scale):
 def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
     """The last stage is stepped before the first one's backward raises, in each run but the first
     with state to restore."""
-    seen = []
 
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def strike(gradient):
+        if fails:
+            raise ArithmeticError("planted")
 
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(1)
-            if len(seen) % MICROBATCHES == 0 and fails:
-                raise ArithmeticError("planted")
-            return gradient
-
-    def first(p, x):
-        return Raises.apply(residual(p, x))
-
-    schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, MICROBATCHES))
-    plan = cpu_plan([fp.stage(first), fp.stage(residual), fp.stage(residual)], schedule)
-    params = residual_params(3)
-    stepped = []
-    optimizer = MAKERS["adamw"](fp.leaves(params))
-    own = torch.optim.AdamW.step
+    stages = FaultAt(0, MICROBATCHES - 1, "B", error=strike)([fp.stage(residual)] * 3)
+    plan = cpu_plan(stages, fp.schedules.step_params(fp.schedules.one_f_one_b(3, MICROBATCHES)))
+    params, stepped = residual_params(3), []
+    optimizer, own = MAKERS["adamw"](fp.leaves(params)), torch.optim.AdamW.step
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self, *rest: (stepped.append(1), own(self, *rest))
     )
     for fails in (True, False, True):
-        before, state = snapshot(params), copy.deepcopy(optimizer.state_dict())
-        seen.clear()
+        before, state = snapshot(params), copy.deepcopy(optimizer.state_dict()["state"])
         stepped.clear()
         if fails:
             with pytest.raises(ArithmeticError, match="planted"):
                 fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")
             assert len(stepped) == 1
             assert same(before, snapshot(params))
-            assert same(state["state"], optimizer.state_dict()["state"])
+            assert same(state, optimizer.state_dict()["state"])
         else:
             fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")
             assert len(stepped) == 3
