@@ -41,7 +41,8 @@ def both(stages, params, batch, schedule, *, loss=F.mse_loss, fuse=False, plan=N
 
 def as_eager(*args, **options):
     """The run of programs, after a look that its result is eager's, to the bit."""
-    programs = as_eager(*args, **options)
+    eager, programs = both(*args, **options)
+    assert_same_result(eager, programs)
     return programs
 
 
