@@ -46,17 +46,21 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+FUSED = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("dtype", "make", "executor"),
     [
-        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        functools.partial(torch.optim.AdamW, lr=0.01),
-        functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+        pytest.param(torch.float16, SGD, "serial", id="float16-sgd"),
+        pytest.param(torch.float16, ADAMW, "threads", id="float16-adamw"),
+        pytest.param(torch.float16, FUSED, "serial", id="float16-fused"),
+        pytest.param(torch.bfloat16, ADAMW, "threads", id="bfloat16-adamw"),
+        pytest.param(torch.bfloat16, FUSED, "serial", id="bfloat16-fused"),
     ],
-    ids=["sgd", "adamw", "fused"],
 )
-@pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.usefixtures("one_thread")
 def test_mixed_precision_is_the_plain_loop(dtype, make, executor):
     """autocast and a GradScaler: skips, norms, scales that grow and back off, parameters: the bits

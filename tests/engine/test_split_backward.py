@@ -144,20 +144,21 @@ MODELS = {
 }
 
 
-def both(model, schedules, *, dtype=torch.float64, first=None, amp=False, **options):
-    """The result of a pipeline of two stages, the second of which is the model, with each
-    schedule."""
-    torch.manual_seed(0)
-    stages, params, state = zip(
-        *(fp.from_module(module) for module in ((first or linear)().to(dtype), model.to(dtype))),
-        strict=True,
-    )
-    x, target = torch.randn(8, 5, 6, dtype=dtype), torch.randn(8, 5, 6, dtype=dtype)
+def run_each(modules, schedules, batch, **options):
+    """The results of a pipeline of modules with each schedule, and its params."""
+    made = [fp.from_module(module.to(batch[0].dtype)) for module in modules]
+    stages, params, state = zip(*made, strict=True)
     plans = [cpu_plan(stages, schedule) for schedule in schedules]
+    return [fp.run(plan, params, batch, state=state, **options) for plan in plans], params
+
+
+def both(model, schedules, *, dtype=torch.float64, first=linear, amp=False, **options):
+    """The same for two stages, the second of which is the model."""
+    torch.manual_seed(0)
+    modules = first(), model
+    batch = torch.randn(8, 5, 6, dtype=dtype), torch.randn(8, 5, 6, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        return [
-            fp.run(plan, params, (x, target), state=state, seed=0, **options) for plan in plans
-        ], params
+        return run_each(modules, schedules, batch, seed=0, **options)
 
 
 SPLIT, WHOLE = fp.schedules.zero_bubble(2, 4), fp.schedules.one_f_one_b(2, 4)
@@ -263,15 +264,10 @@ def test_a_compiled_region_is_walked_once(waited):
 
 def test_a_parameter_that_is_handed_on_as_it_is():
     """A leaf among the roots has no operation behind it."""
-    stages, params, state = zip(
-        *(fp.from_module(part.double()) for part in (linear(), Bare(), Sum())), strict=True
-    )
     x = torch.randn(8, 6, dtype=torch.float64)
-    plans = [
-        cpu_plan(stages, schedule)
-        for schedule in (fp.schedules.one_f_one_b(3, 4), fp.schedules.zero_bubble(3, 4))
-    ]
-    assert_same_bits(*[fp.run(plan, params, (x, x), state=state) for plan in plans])
+    schedules = fp.schedules.one_f_one_b(3, 4), fp.schedules.zero_bubble(3, 4)
+    (whole, split), _ = run_each((linear(), Bare(), Sum()), schedules, (x, x))
+    assert_same_bits(whole, split)
 
 
 def test_what_others_train_is_left_alone():
@@ -319,12 +315,9 @@ def test_what_waits_does_not_depend_on_how_the_input_lies():
     """Torch adds a bias in the product of few rows and after that of others."""
     attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=3, batch_first=True)
     model = Calls(lambda x, a: a(x, x[..., :4], x[..., :3])[0], a=attention)
-    stages, params, _ = zip(
-        *(fp.from_module(part.double()) for part in (linear(), model)), strict=True
-    )
     x = torch.randn(6, 5, 6, dtype=torch.float64)  # 2, 2, 1 and 1 rows
-    plans = [cpu_plan(stages, schedule) for schedule in (WHOLE, SPLIT)]
-    assert_same_bits(*[fp.run(plan, params, (x, x)) for plan in plans])
+    (whole, split), _ = run_each((linear(), model), (WHOLE, SPLIT), (x, x))
+    assert_same_bits(whole, split)
 
 
 def test_slices_do_all_of_it_in_i():
@@ -338,15 +331,11 @@ def test_slices_do_all_of_it_in_i():
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     p, x = (make(6, 6), make(6, 6)), make(8, 4, 6)
-    plans = [
-        cpu_plan([slices, slices], family(2, 4, num_slices=2))
+    whole, split = (
+        fp.run(cpu_plan([slices, slices], family(2, 4, num_slices=2)), p, (x, x)).grads
         for family in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble)
-    ]
-    assert_same_tensors(*[fp.run(plan, p, (x, x)).grads for plan in plans])
-
-
-def assert_same_tensors(first, second):
-    assert all(map(torch.equal, first, second))
+    )
+    assert all(map(torch.equal, whole, split))
 
 
 def test_a_region_around_a_weight_and_the_way_to_the_input_runs_twice():
