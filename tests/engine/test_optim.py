@@ -48,7 +48,7 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
-        # These write into the gradients that they step by.
+        # These may write into the gradients that they step by.
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
         lambda p: torch.optim.Adagrad(p, 0.1, foreach=True),
     ],
