@@ -159,6 +159,28 @@ def test_p22_what_is_printed_is_what_runs(schedule, executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
+def test_g2_functional_call_with_remat_has_the_given_weights(executor):
+    """A function stage around functional_call: recomputed with the run's parameters, not the
+    module's own."""
+    # A module each: functional_call puts tensors into the module, so two threads must not share
+    # one.
+    modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    bodies = [
+        fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body")
+        for m in modules
+    ]
+    for schedule in (
+        fp.schedules.fill_drain(2, 2),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
+    ):
+        plan = cpu_plan(bodies, schedule, loss=row_mean)
+        params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
+        grads = fp.run(plan, params, (torch.ones(2, 1), None), executor=executor).grads
+        assert [10.0, 10.0] == [float(tree["weight"]) for tree in grads]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat])
 def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
     """Between forward and backward, with or without remat: refused, by the parameter's name."""
