@@ -96,8 +96,6 @@ def test_run_inside_of_torch_func_or_of_a_stage_is_refused():
         ({"executor": "thread"}, "executor is 'threads', 'serial', fp.lanes"),
         ({"executor": 4}, "executor is 'threads'"),
         ({"check": "nan"}, "check is any of 'finite'"),
-        ({"timeout": 0}, "timeout is a number of seconds above 0"),
-        ({"threads_per_lane": 0}, "threads_per_lane is a positive int"),
     ],
 )
 def test_options_of_a_run_are_checked(options, told):

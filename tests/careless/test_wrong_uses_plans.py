@@ -27,7 +27,6 @@ def test_stages_come_first_and_are_stages():
             fp.Pipe(whole, chunks=2, devices=["cpu", "cpu"]),
             "stages is a Pipe, a model in one piece",
         ),
-        ([lambda params, x: x] * 2, r"stage 1 is a function; make it one with fp.stage\(fn\)"),
         (2, "stages is a int; give a sequence of stages"),
     ):
         with pytest.raises(fp.PlanError, match=mend):
@@ -43,20 +42,10 @@ def test_a_schedule_is_made_by_a_call(schedule):
         fp.make_plan(parts()[1], schedule)
 
 
-def test_stages_and_microbatches_mixed_up():
-    with pytest.raises(fp.PlanError, match="the schedule has 4 stages, but 2 are given"):
-        fp.make_plan(parts()[1], fp.schedules.one_f_one_b(4, 2), loss=F.cross_entropy)
-
-
 @pytest.mark.parametrize(
     ("loss", "mend"),
     [
         (nn.CrossEntropyLoss, r"make an instance: loss=CrossEntropyLoss\(\)"),
-        (
-            "cross_entropy",
-            r"loss is a str, not a function \(y, target\) -> loss; give the function itself",
-        ),
-        (torch.tensor(1.0), "loss is a Tensor, not a function .* not its name or what it returned"),
         (lambda y: y.mean(), r"loss is called with \(y, target\), but <lambda> takes \(y\)"),
         (lambda y, target, mask: y.mean(), r"but <lambda> takes \(y, target, mask\)"),
     ],
@@ -66,16 +55,9 @@ def test_a_loss_is_a_function_of_output_and_target(loss, mend):
         plan_of(parts()[1], loss=loss)
 
 
-@pytest.mark.parametrize(
-    ("weight", "mend"),
-    [
-        (2.0, r"weight is a float, not a function \(target\) -> number"),
-        (lambda y, target: 1.0, "missing a required argument"),
-    ],
-)
-def test_a_weight_is_a_function_of_the_target(weight, mend):
-    with pytest.raises(fp.PlanError, match=mend):
-        plan_of(parts()[1], weight=weight)
+def test_a_weight_is_a_function_of_the_target():
+    with pytest.raises(fp.PlanError, match="missing a required argument"):
+        plan_of(parts()[1], weight=lambda y, target: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +86,10 @@ def test_a_weight_is_a_function_of_the_target(weight, mend):
         ),
     ],
 )
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_what_a_loss_returns_is_looked_at_before_any_backward(loss, told, executor):
+def test_what_a_loss_returns_is_looked_at_before_any_backward(loss, told):
     _, stages, params = parts()
     with pytest.raises(fp.StageError, match=told) as caught:
-        fp.run(plan_of(stages, loss=loss), params, batch(), executor=executor)
+        fp.run(plan_of(stages, loss=loss), params, batch())
     assert caught.value.funcpipe.action == "1F0 (loss)"
 
 
@@ -172,12 +153,8 @@ def test_weight_decay_by_hand_inside_of_the_loss_is_refused():
         fp.run(plan_of(stages, loss=loss), params, batch())
 
 
-def test_devices_are_as_many_as_lanes_and_exist():
+def test_devices_exist():
     _, stages, params = parts()
-    with pytest.raises(
-        fp.PlanError, match=r"the schedule has 2 devices, but devices= names 3; .* fp.devices\(2\)"
-    ):
-        fp.make_plan(stages, SCHEDULE, devices=["cpu"] * 3)
     for devices in ("gpu", ["cpu", "nowhere"]):
         plan = fp.make_plan(stages, SCHEDULE, loss=F.cross_entropy, devices=devices)
         for call in (lambda p=plan: fp.place(p, params), lambda p=plan: fp.run(p, params, batch())):
@@ -194,17 +171,9 @@ def test_flags_are_true_or_false(word):
         plan_of(parts()[1], **{word: "no"})
 
 
-@pytest.mark.parametrize(
-    ("ties", "told"),
-    [
-        ([("0.weight", "2.weight")], r"write ties=\[\[\(0, path\), \(1, path\)\], ...\]"),
-        ([[(0, "0.weight")]], "a tie has two or more"),
-        ([[(0, "0.weight"), (7, "2.weight")]], "is not .stage, path.: a stage from 0 to 1"),
-    ],
-)
-def test_ties_are_groups_of_places(ties, told):
-    with pytest.raises(fp.PlanError, match=told):
-        plan_of(parts()[1], ties=ties)
+def test_ties_are_groups_of_places():
+    with pytest.raises(fp.PlanError, match=r"write ties=\[\[\(0, path\), \(1, path\)\], ...\]"):
+        plan_of(parts()[1], ties=[("0.weight", "2.weight")])
 
 
 @pytest.mark.parametrize(

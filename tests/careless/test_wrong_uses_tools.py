@@ -18,14 +18,10 @@ from funcpipe.testing import FaultAt, assert_matches_sequential, check_stage
     ("options", "told"),
     [
         ({"sequential": [nn.Linear(4, 4)]}, "must be an nn.Sequential.* got a list"),
-        ({"sequential": nn.Linear(4, 4)}, r"got a Linear \(other models: fp.split\)"),
-        ({"chunks": 0}, "number of chunks must be positive integer; got 0"),
         (
             {"chunks": [2, 1]},
             r"number of chunks must be positive integer; got \[2, 1\]; .* balance=\[2, 1\]",
         ),
-        ({"checkpoint": True}, "checkpoint is not one of 'always'"),
-        ({"balance": [2, 2]}, r"sum of balance have different length.*balance=\[2, 1\]"),
         ({"balance": [1, 1, 1]}, r"too few devices .*devices=\['cpu'\] \* 3"),
     ],
 )
@@ -34,35 +30,14 @@ def test_pipes_are_made_of_a_sequential(options, told):
         fp.Pipe(**{"sequential": model(), "chunks": 2, "devices": ["cpu", "cpu"], **options})
 
 
-def test_a_pipe_is_called_with_tensors_and_stays_where_it_is():
+def test_a_pipe_is_called_with_tensors_and_is_no_plan():
     pipe = fp.Pipe(model(), chunks=2, devices=["cpu", "cpu"])
     x, _ = batch()
     for strange in ("words", x.numpy()):
         with pytest.raises(fp.BatchError, match="a Pipe cuts its inputs along their rows"):
             pipe(strange)
-    with pytest.raises(fp.BatchError, match="the batch has no rows"):
-        pipe(x[:0])
-    with pytest.raises(
-        TypeError,
-        match=r"choose the devices when you make the Pipe: fp.Pipe\(sequential, devices=\[...\]\)",
-    ):
-        pipe.to("meta")
     with pytest.raises(fp.PlanError, match=r"run takes a plan; got a Pipe"):
         fp.run(pipe, (), batch())
-
-
-def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused():
-    pipe = fp.Pipe(model(), chunks=2, devices=["cpu", "cpu"])
-    x, _ = batch()
-    total = pipe(x).sum()
-    with torch.no_grad():
-        next(pipe.parameters()).mul_(2)
-    with pytest.raises(fp.PlanError, match="parameters were written to"):
-        total.backward()
-    total = pipe(x).sum()
-    total.backward(retain_graph=True)
-    with pytest.raises(fp.FuncpipeError, match="call the pipe again"):
-        total.backward()
 
 
 # -- split, from_module
@@ -78,7 +53,6 @@ def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused(
         ((model(), 5), {}, "num_stages is 5, but the model has only 3 units"),
         ((model(), "2"), {}, "num_stages must be a positive int or None; got '2'"),
         ((model(), [2, 1]), {}, r"num_stages must be a positive int or None; got \[2, 1\]"),
-        ((model(),), {"balance": [1, 1]}, "sum to the 3 units of the model"),
         (
             (model(),),
             {"at": {"7": "before"}},
@@ -105,20 +79,11 @@ class TwoLayers(nn.Module):
         return self.b(self.a(x))
 
 
-def test_a_model_without_blocks_is_traced_with_a_good_example():
-    for options, told in (
-        ({}, r"trace it instead: fp.split\(model, ..., example=...\)"),
-        ({"example": torch.randn(1, 4)}, "give an example with at least two rows"),
-        ({"example": batch()}, "the model itself fails on the example: TypeError"),
-    ):
-        with pytest.raises(fp.PlanError, match=told):
-            fp.split(TwoLayers(), 2, **options)
-    split = fp.split(TwoLayers(), 2, example=torch.randn(4, 3, 4))
-    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+def test_a_model_without_blocks_is_traced():
     with pytest.raises(
-        fp.BatchError, match=r"x was float32 \[rows, 3, 4\]; got \(3, 5, 4\): dimension 1 is fixed"
+        fp.PlanError, match=r"trace it instead: fp.split\(model, ..., example=...\)"
     ):
-        fp.run(plan, split.params, torch.randn(6, 5, 4))
+        fp.split(TwoLayers(), 2)
 
 
 def test_a_split_is_not_its_params_nor_a_result():
@@ -209,8 +174,6 @@ async def waits(x):
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
-        (lambda x: x, "stages are a sequence of functions, BatchStage or Fold; got a function"),
-        (["cpu"], "stage 0 is a function, a BatchStage or a Fold; got a str"),
         (
             [yields],
             "stage 0: 'yields' yields, so a call computes nothing; use a function that returns",
@@ -220,15 +183,7 @@ async def waits(x):
             [fp.stage(lambda params, x: x)],
             r"stage 0 is a stage of a plan; .* lambda batch: fp.run\(plan, params, batch\)",
         ),
-        (
-            [fp.batches.Fold(lambda s, x: (s, x), 0), abs],
-            "stage 0 is a Fold, and only the last stage can be a Fold",
-        ),
         ([fp.batches.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
-        (
-            [fp.batches.BatchStage(lambda s, x: x, lag=1)],
-            r"end the stages with fp.batches.Fold\(step, state\)",
-        ),
         ([fp.batches.BatchStage(abs, seed="a")], "seed= is a whole number"),
     ],
 )
@@ -237,25 +192,12 @@ def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
         fp.batches.overlap(range(3), stages)
 
 
-def test_the_source_the_depth_and_what_a_fold_returns():
+def test_a_data_set_is_no_source_and_a_tensor_no_pair():
     data = torch.utils.data.TensorDataset(*batch())
-    for source in (5, data):
-        with pytest.raises(fp.PlanError, match="the source of overlap is an iterable of batches"):
-            list(fp.batches.overlap(source, [abs]))
-    for depth in (-1, 2.5):
-        with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):
-            fp.batches.overlap(range(3), [abs], depth=depth)
-    for fold in (lambda s, x: s + x, lambda s, x: torch.zeros(2)):
-        with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\)"):
-            list(fp.batches.overlap(range(3), [fp.batches.Fold(fold, 0)]))
-    with pytest.raises(
-        fp.PlanError, match="to_device takes a device, or a tree of them; got 'gpu'"
-    ):
-        fp.batches.to_device("gpu")
-    with pytest.raises(
-        fp.BatchError, match="the devices of to_device have another structure than this batch"
-    ):
-        list(fp.batches.overlap([{"x": torch.ones(1)}], [fp.batches.to_device({"y": "cpu"})]))
+    with pytest.raises(fp.PlanError, match="the source of overlap is an iterable of batches"):
+        list(fp.batches.overlap(data, [abs]))
+    with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\)"):
+        list(fp.batches.overlap(range(3), [fp.batches.Fold(lambda s, x: torch.zeros(2), 0)]))
 
 
 def test_training_in_the_loop_or_in_the_last_stage_is_right():
@@ -299,9 +241,8 @@ def test_windows_that_are_kept_for_later_say_that_they_are_over():
         used.append(window)
         list(window)
     assert [list(window) for window in used] == [[], []]  # they had been used
-    for size in (0, range(3)):
-        with pytest.raises(fp.PlanError, match="the size of a window is a positive int"):
-            fp.batches.windows(range(3), size)
+    with pytest.raises(fp.PlanError, match="the size of a window is a positive int"):
+        fp.batches.windows(range(3), range(3))
 
 
 def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
@@ -320,30 +261,11 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: fp.schedules.one_f_one_b(0, 4), "num_stages must be positive; got 0"),
-        (
-            lambda: fp.schedules.one_f_one_b(2, 4.0),
-            "num_microbatches must be a whole number; got 4.0",
-        ),
-        (lambda: fp.schedules.one_f_one_b("2", 4), "num_stages must be a whole number; got '2'"),
-        (
-            lambda: fp.schedules.one_f_one_b(2, 4, num_devices=4),
-            "num_devices must be at most num_stages",
-        ),
-        (lambda: fp.schedules.zbv(3, 4), "take num_stages=4"),
-        (lambda: fp.schedules.dualpipe_v(8, 4), "take more microbatches, or fp.schedules.zbv"),
-        (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is not an action"),
-        (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is not an action"),
         (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is the name of a file"),
         (
             lambda: fp.Schedule.parse(["0F0 0B0"]),
             r"parse takes text with one line per device, such as '0F0 0B0'; got a list",
         ),
-        (
-            lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")),
-            "a stage runs on one device",
-        ),
-        (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "number them from 0"),
         (
             lambda: fp.Schedule(["0F0 0B0"]),
             r"one tuple of Actions per device; got str; Schedule.parse reads text",
@@ -363,22 +285,10 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         ),
         (lambda: fp.schedules.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
         (lambda: fp.schedules.from_json("0F0 0B0"), "the text is not JSON that funcpipe reads"),
-        (
-            lambda: fp.schedules.to_json(setup()[1]),
-            r"for a plan: fp.schedules.to_json\(plan.schedule\)",
-        ),
-        (
-            lambda: fp.schedules.remat(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
-            "has R already; apply remat once",
-        ),
         (lambda: fp.schedules.remat(setup()[1]), r"fp.schedules.remat\(plan.schedule\)"),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]),
             r"keep must be a function \(action\) -> bool",
-        ),
-        (
-            lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)),
-            "has no backwards",
         ),
         (
             lambda: fp.schedules.offload(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
@@ -391,23 +301,8 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             r"simulate takes a Cost .* fp.Cost\(forward=..., backward=...\)",
         ),
         (
-            lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])),
-            "one for each of 2 stages",
-        ),
-        (
-            lambda: fp.simulate(
-                fp.schedules.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])
-            ),
-            "backward has 3 numbers",
-        ),
-        (
             lambda: fp.Cost(forward=torch.ones(2)),
             "forward is a number from 0, or a sequence of them",
-        ),
-        (lambda: fp.Cost(forward=float("nan")), "forward is a number from 0"),
-        (
-            lambda: fp.search([1.0], num_devices=1, num_microbatches=2),
-            "search takes a Cost .fp.models.profile measures one",
         ),
     ],
 )
@@ -428,23 +323,10 @@ def test_schedules_and_costs_say_what_is_wrong(call, told):
             "or the Cost that fp.models.profile.* got a Sequential",
         ),
         (
-            lambda: fp.models.balance([1.0, 2.0], 3),
-            "num_parts is from 1 to the number of layers, 2; got 3",
-        ),
-        (lambda: fp.models.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
-        (
-            lambda: fp.models.plan_for(model(), num_devices=2, num_microbatches=2),
-            "cost must be a Cost of the layers",
-        ),
-        (
             lambda: fp.models.profile(nn.Linear, torch.ones(2, 4)),
             "layers are an nn.Sequential, a list of modules",
         ),
         (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "params= is missing"),
-        (
-            lambda: fp.models.profile(model(), torch.ones(2, 4), repeats=0),
-            "repeats is an int from 1",
-        ),
         (
             lambda: fp.models.memory(nn.Linear(4, 4), torch.ones(2, 4)),
             "layers are an nn.Sequential, a list of modules",
@@ -466,16 +348,13 @@ def _result(**options):
     return fp.run(plan, params, batch(), **options)
 
 
-def test_pictures_are_of_schedules_plans_and_timelines(tmp_path):
+def test_pictures_are_of_timelines_not_of_results():
     for strange, told in (
-        (parts()[1], "draw takes a Schedule, a Plan or a Timeline; got tuple"),
         (_result(record=True), r"got Result; draw its timeline \(run with record=True\)"),
         (_result().timeline, r"got NoneType; draw its timeline \(run with record=True\)"),
     ):
         with pytest.raises(TypeError, match=told):
             fp.draw(strange)
-    with pytest.raises(ValueError, match=r"drawings are saved as .svg or .txt; got '.png'"):
-        fp.draw(fp.schedules.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
 
 
 # -- testing
@@ -487,10 +366,6 @@ def test_the_helpers_for_tests_say_what_they_take():
     stage, x = plan.stages[0], batch()[0]
     for call, told in (
         (
-            lambda: check_stage(nn.Linear(4, 4), {}, x),
-            "check_stage takes a stage; got a Linear; make a stage with",
-        ),
-        (
             lambda: check_stage(stage, (params[0],), x),
             "params is a tuple, not a dict by the module's names",
         ),
@@ -498,17 +373,11 @@ def test_the_helpers_for_tests_say_what_they_take():
             lambda: check_stage(stage, params[0], x, allow="unused"),
             r"give a collection of names, allow=\['unused'\]",
         ),
-        (
-            lambda: check_stage(stage, params[0], x, allow=["un-used"]),
-            "allow contains 'un-used', which is not a fault; the faults are",
-        ),
         (lambda: assert_matches_sequential(stage, params[0], x), "takes a plan; got a Stage"),
         (
             lambda: FaultAt(0, 0, "F")(plan),
             "takes stages and gives stages, before the plan is made; got a Plan",
         ),
-        (lambda: FaultAt(7, 0, "F")(plan.stages), "got 2 stages, so the last stage is 1"),
-        (lambda: FaultAt(0, 0, "forward"), "kind is F, B, I or R; got 'forward'"),
     ):
         with pytest.raises(fp.PlanError, match=told):
             call()
@@ -518,7 +387,3 @@ def test_arguments_in_the_wrong_place():
     layers, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(3, 2)
     with pytest.raises(fp.PlanError, match=r"profile takes the layers first"):
         fp.models.profile(x, layers)
-    params = ({"w": torch.ones(2, requires_grad=True)},)
-    optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
-    with pytest.raises(fp.PlanError, match=r"got one tensor \(a loss\?\).*params, result\)"):
-        fp.step(optimizer, params, torch.ones(()))

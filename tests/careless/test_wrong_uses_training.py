@@ -375,12 +375,9 @@ def test_step_takes_an_optimizer_the_params_and_a_result():
         ((optimizer, whole, result), "is not a tree of tensors; give the params of a run"),
         ((optimizer, fp.leaves(params), result), "params and grads differ in structure"),
         ((optimizer, params, result.loss), r"got one tensor \(a loss\?\)"),
-        ((optimizer, result.grads, params), "the optimizer holds none"),
     ):
         with pytest.raises(fp.PlanError, match=mend):
             fp.step(*given)
-    with pytest.raises(fp.PlanError, match="max_norm is a number from 0"):
-        fp.step(optimizer, params, result, max_norm=-1.0)
     assert all(map(torch.equal, fp.leaves(before), fp.leaves(params)))
 
 
@@ -448,9 +445,7 @@ def test_accumulate_takes_results_of_one_plan():
             fp.accumulate(given)
 
 
-@pytest.mark.parametrize(
-    "scale", [torch.tensor(8.0), 0, -1.0, torch.amp.GradScaler("cpu"), fp.batches.loss_scale()]
-)
+@pytest.mark.parametrize("scale", [torch.tensor(8.0), torch.amp.GradScaler("cpu")], ids=type)
 def test_a_loss_scale_is_a_number(scale):
     _, plan, params = setup()
     with pytest.raises(

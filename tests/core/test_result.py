@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import funcpipe as fp
 from funcpipe._src.core.errors import ScheduleError
@@ -52,6 +53,7 @@ def test_a_backward_of_zero_is_not_the_sum() -> None:
         {"a": 1},
         "12",
         b"xy",
+        torch.ones(2),
         None,
     ],
 )

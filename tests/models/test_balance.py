@@ -16,9 +16,9 @@ def parts(count, num_parts):
 
 
 def test_equals_brute_force():
-    """On 1,000 random vectors, zeros and giants included."""
+    """On random vectors, zeros and giants included."""
     rng = random.Random(0)
-    for _ in range(1000):
+    for _ in range(200):
         count = rng.randint(1, 10)
         costs = [rng.choice([0, 1, 2, 10**9, rng.randint(0, 50)]) for _ in range(count)]
         num_parts = rng.randint(1, count)
@@ -239,7 +239,7 @@ def test_least_limit_would_do():
 
 @pytest.mark.parametrize("bad", [float("nan"), -1, float("inf"), "x"])
 def test_bad_numbers_are_refused_together(bad):
-    with pytest.raises(fp.PlanError, match=r"(?s)costs: .*comm has 3"):
+    with pytest.raises(fp.PlanError, match=r"(?s)costs: numbers from 0; got .*comm has 3"):
         fp.models.balance([1, bad], 2, comm=[1, 2, 3])
 
 

@@ -283,7 +283,7 @@ def test_a_backward_runs_once():
     pipe = piped(net())
     y = pipe(data())
     y.sum().backward(retain_graph=True)
-    with pytest.raises(fp.FuncpipeError, match="has already run"):
+    with pytest.raises(fp.FuncpipeError, match="has already run.*call the pipe again"):
         y.sum().backward()
     pipe(data()).sum().backward()
 
@@ -324,7 +324,7 @@ def test_parameters_written_between_the_halves_are_noticed():
     y = pipe(data())
     with torch.no_grad():
         pipe[0].weight.add_(1)
-    with pytest.raises(fp.PlanError, match="written to"):
+    with pytest.raises(fp.PlanError, match="parameters were written to"):
         y.sum().backward()
 
 
