@@ -52,12 +52,14 @@ def test_outputs_and_state_are_torchs(kind, options):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("first", "count", "dtype"),
+    [(0, 4, torch.float32), (9, 4, torch.float64), (0, 1, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "values", [["inf"], ["inf", "inf"], ["inf", "-inf"], ["-inf"], ["nan"]], ids=str
 )
-@pytest.mark.parametrize("first", [0, 9])
 def test_what_is_not_finite_is_torchs(values, first, count, dtype):
     """In a column an inf, some, or a nan, in the first microbatch or the last, which have other
     sizes."""

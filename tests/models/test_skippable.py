@@ -83,13 +83,11 @@ KEEPS = {
 }
 
 
-def run(parts, x, *, schedule=None, executor="serial", seed=None, train=True, keep=KEEPS["never"]):
+def run(parts, x, *, executor="serial", seed=None, keep=KEEPS["never"]):
     """Loss, gradients by name, state by name of the mean of squares of what the stages give."""
     stages, params, state = zip(*parts, strict=True)
-    order = fp.schedules.remat(schedule or fp.schedules.one_f_one_b(len(stages), 3), keep=keep)
-    plan = fp.make_plan(
-        stages, order, loss=lambda y, _: y.square().mean(), train=train, devices="cpu"
-    )
+    order = fp.schedules.remat(fp.schedules.one_f_one_b(len(stages), 3), keep=keep)
+    plan = fp.make_plan(stages, order, loss=lambda y, _: y.square().mean(), devices="cpu")
     result = fp.run(plan, params, (x, None), state=state, executor=executor, seed=seed)
     grads = {name: value for tree in result.grads for name, value in tree.items()}
     return (
@@ -119,19 +117,16 @@ def assert_same_gradients(expected, got):
 # -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize(
-    "balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=lambda sizes: ":".join(map(str, sizes))
-)
-def test_one_to_three(balance, keep, executor):
+@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_one_to_three(balance, keep):
     """F1: a skip over one layer, any cut, any remat: output, input gradient and gradients are the
     plain model's."""
     model = nn.Sequential(Layer1(), Layer2(), Layer3()).double()
     x = torch.rand(6, 3, 4, 4, dtype=DOUBLE, requires_grad=True)
     expected, grads = plain(model, x)
     parts = cut_sequential(model, balance)
-    loss, found, _ = run(parts, x.detach(), keep=KEEPS[keep], executor=executor)
+    loss, found, _ = run(parts, x.detach(), keep=KEEPS[keep], executor="threads")
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     assert_same_gradients(grads, found)
     stages, params, _ = zip(*parts, strict=True)
@@ -140,13 +135,13 @@ def test_one_to_three(balance, keep, executor):
         fp.schedules.remat(fp.schedules.fill_drain(len(balance), 3), keep=KEEPS[keep]),
         devices="cpu",
     )
-    result, pullback = fp.vjp(plan, params, x.detach(), executor=executor)
+    result, pullback = fp.vjp(plan, params, x.detach(), executor="threads")
     torch.testing.assert_close(result.outputs.norm(), model(x).norm(), rtol=1e-12, atol=0)
     _, back = pullback(2 * result.outputs / result.outputs.numel())
     torch.testing.assert_close(back, x.grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("sizes", [[3], [1, 2], [1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[3], [1, 1, 1]])
 def test_none_and_other_trees(sizes):
     """F2, F10: None, ints, bools, masks, nothing at all, in any tree; what carries no gradient
     leaves no node behind."""
@@ -194,7 +189,7 @@ def alive():
     return sum(one() is not None for one in LEAVES)
 
 
-@pytest.mark.parametrize("sizes", [[4], [2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1]])
 @pytest.mark.parametrize("keep", [None, "never", "always"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_nothing_leaks(executor, keep, sizes):
@@ -365,7 +360,7 @@ def test_compiled_and_exported():
 # -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 3], [3, 2], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 1, 1, 1]])
 def test_a_skip_is_what_it_was_when_stashed(sizes):
     """In-place layers after a stash, and those who write into what they popped, reach nobody,
     wherever the cuts are."""
@@ -400,18 +395,16 @@ def unet(depth=3, width=4):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("sizes", [[1, 18], [3, 7, 9], [4, 4, 1, 10]])
-@pytest.mark.parametrize("family", [fp.schedules.fill_drain, fp.schedules.one_f_one_b])
-def test_unet(family, sizes, executor):
+@pytest.mark.parametrize("sizes", [[3, 7, 9], [4, 4, 1, 10]])
+def test_unet(sizes, executor):
     """Every skip of a U-Net across different stages, with remat: plain autograd's gradients to
     1e-10."""
     model = unet()
     x = torch.randn(7, 4, dtype=DOUBLE)
     expected, grads = plain(model, x)
     parts = cut_sequential(model, sizes, flat=True)
-    schedule = family(len(sizes), 3)
     for keep in ("never", "always"):
-        loss, found, _ = run(parts, x, schedule=schedule, keep=KEEPS[keep], executor=executor)
+        loss, found, _ = run(parts, x, keep=KEEPS[keep], executor=executor)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         assert_same_gradients(grads, found)
 
@@ -444,7 +437,7 @@ class Last(nn.Module):
         return x + (yield fp.models.pop("out"))
 
 
-@pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 1, 1]])
 def test_skippables_inside_of_skippables(sizes):
     """At any depth; of a module whose forward is its own nothing is assumed about the order of its
     layers."""
@@ -469,7 +462,7 @@ def test_a_stage_alone():
     assert (3, 2) == batched.stash["in"].shape
 
 
-@pytest.mark.parametrize("sizes", [[4], [2, 2], [3, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [1, 1, 1, 1]])
 def test_many_pops(sizes):
     """Any number of layers may pop one skip, in the stage that made it and in later ones."""
     model = nn.Sequential(nn.Linear(4, 4), Stash(), Pop(), Pop(lambda x, skip: x * skip)).double()

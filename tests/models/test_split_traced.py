@@ -123,15 +123,7 @@ def same_as_eager(
 # -------------------------------------------------------------------------------
 
 
-def test_plain():
-    made = same_as_eager(net(lambda s, x: s.b(s.a(x).relu())))
-    assert [sorted(tree) for tree in made.params] == [
-        ["a.bias", "a.weight"],
-        ["b.bias", "b.weight"],
-    ]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 7])
 def test_other_numbers_of_rows(rows):
     """Captured with four rows, run with others, also with one and with fewer than microbatches."""
     same_as_eager(net(lambda s, x: s.b(s.a(x).relu())), rows=rows)

@@ -4,63 +4,35 @@ torchgpipe's own behaviours."""
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import same
+from pipe.sequentials import (
+    CHECKPOINTS,
+    Log,
+    assert_close,
+    data,
+    every_checkpoint,
+    grads,
+    net,
+    piped,
+)
 
 import funcpipe as fp
 from funcpipe._src.models.balance import evenly
-
-CHECKPOINTS = ("always", "except_last", "never")
-every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-
-
-def net():
-    torch.manual_seed(0)
-    layers = (
-        nn.Linear(4, 8),
-        nn.Tanh(),
-        nn.LayerNorm(8),
-        nn.Linear(8, 8),
-        nn.ReLU(inplace=True),
-        nn.Linear(8, 2),
-    )
-    return nn.Sequential(*layers).double()
-
-
-def piped(model, chunks=3, checkpoint="except_last", *, balance=(2, 1, 3), **options):
-    """A pipe over a copy of the model."""
-    return fp.Pipe(
-        copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options
-    )
-
-
-def data(rows=10, width=4):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def grads(module):
-    return [param.grad for param in module.parameters()]
-
-
-def assert_close(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
-
 
 # -- transparency
 # -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("balance", [[6], [1, 5], [2, 1, 3], [1] * 6], ids=str)
-@pytest.mark.parametrize("chunks", [1, 3, 10])
+@pytest.mark.parametrize(
+    ("balance", "chunks"), [([6], 3), ([1, 5], 10), ([2, 1, 3], 3), ([1] * 6, 1)], ids=str
+)
 @every_checkpoint
 def test_a1_loss_and_gradients_of_the_plain_model(balance, chunks, checkpoint):
     model, x, target = net(), data(), data(10, 2)
@@ -147,8 +119,6 @@ def test_a3_a_stage_alone_gives_the_same_numbers():
 
 
 def test_a3_layers_named_like_attributes_of_a_pipe():
-    from collections import OrderedDict
-
     names = ("chunks", "devices", "partitions")
     model = nn.Sequential()
     model._modules.update(OrderedDict((name, nn.Linear(4, 4).double()) for name in names))
@@ -230,21 +200,11 @@ class Rows(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.seen = Shared()
+        self.seen = Log()
 
     def forward(self, x):
         self.seen.values.append(len(x))
         return x
-
-
-class Shared:
-    """A list that copies of a module share."""
-
-    def __init__(self):
-        self.values = []
-
-    def __deepcopy__(self, memo):
-        return self
 
 
 @pytest.mark.parametrize(
@@ -371,26 +331,6 @@ def test_k1_cuts_by_the_bytes_of_parameters():
     assert pipe.balance == (2, 2)
     assert evenly([1, 2, 3, 4, 5, 6], 2) == [4, 2]
     assert evenly([0, 0, 0], 2) == [2, 1]
-
-
-def test_k3_the_cut_is_the_best():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        count = int(torch.randint(1, 8, (), generator=generator))
-        sizes = torch.randint(0, 9, (count,), generator=generator).tolist()
-        for parts in range(1, count + 1):
-            found = evenly(sizes, parts)
-            assert len(found) == parts
-            assert min(found) >= 1
-            assert sum(found) == count
-            cuts = itertools.combinations(range(1, count), parts - 1)
-            best = min(max(_sums(sizes, [0, *cut, count])) for cut in cuts)
-            ends = [0, *itertools.accumulate(found)]
-            assert not any(sizes) or max(_sums(sizes, ends)) == best
-
-
-def _sums(sizes, ends):
-    return [sum(sizes[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 # -- copies

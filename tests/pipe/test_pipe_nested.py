@@ -9,38 +9,10 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
+from pipe.sequentials import assert_close, data, every_checkpoint, grads, net, piped
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 import funcpipe as fp
-
-CHECKPOINTS = ("always", "except_last", "never")
-every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
-    ).double()
-
-
-def piped(model, chunks=3, checkpoint="except_last", balance=(2, 3), **options):
-    return fp.Pipe(
-        copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options
-    )
-
-
-def data(rows=10, width=4):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def grads(module):
-    return [param.grad for param in module.parameters()]
-
-
-def assert_close(a, b):
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
 @every_checkpoint

@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pipe.sequentials import every_checkpoint
 
 import funcpipe as fp
-
-CHECKPOINTS = ("always", "except_last", "never")
-every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 
 
 def net(**options):
