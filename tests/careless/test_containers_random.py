@@ -222,6 +222,9 @@ ROOTS = {
 }
 
 
+WITHIN_A_STAGE = ("y", "stash", "stats")
+
+
 def hide(kind, inner):
     """Put what hides somewhere into a tree."""
     hidden = Hiding(kind, inner)
@@ -246,6 +249,10 @@ def refused(recipe, place, match):
     with pytest.raises(fp.FuncpipeError) as caught:
         fp.run(plan, params, batch, state=state, feeds=feeds)
     assert match in str(caught.value)
+    assert match != "hides tensors" or "register_pytree_node" in str(caught.value)
+    assert isinstance(caught.value, fp.StageError) == (place in WITHIN_A_STAGE)
+    if place in WITHIN_A_STAGE:
+        assert caught.value.funcpipe.stage == 0
     assert re.search(rf"  \* ({ROOTS[place]})", str(caught.value))
     if place not in ("target", "outputs"):
         with pytest.raises(fp.FuncpipeError, match=match):

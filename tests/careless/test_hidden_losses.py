@@ -119,7 +119,7 @@ def test_a_later_batch_shows_the_divisor_of_a_model(traced):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_rounding_near_zero_is_no_difference(kind, dtype, seed):
     """A teacher that equals its student, as an average of weights does at step 0."""
     torch.manual_seed(seed)

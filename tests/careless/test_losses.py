@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result
+from common import assert_same_result
 from torch import nn
 
 import funcpipe as fp
@@ -156,20 +156,19 @@ def sample(name):
 
 
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [*itertools.product(ELEMENTS, ["mean", "sum"]), ("KLDiv", "batchmean")],
+)
 def test_every_other_loss_is_that_of_the_whole_batch(name, reduction):
     """Their means are divided by rows, or by elements, of which each row has as many."""
-    if reduction == "batchmean" and name != "KLDiv":
-        return
     module, function = ELEMENTS[name]
     for loss in (module(reduction=reduction), partial(function, reduction=reduction)):
         result = assert_exact(loss, *sample(name))
         assert (None if reduction == "sum" else 10.0) == result.weight
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("compiled", "executor"), [(False, "serial"), (True, "threads")])
 @pytest.mark.parametrize("name", ["sum", "weighted", "ignore_index"])
 def test_every_executor_and_the_oracle(name, compiled, executor):
     """With programs, with remat, with a loss scale; a microbatch that counts nothing adds exactly
@@ -349,7 +348,6 @@ def test_plans_travel():
         ),
         (F.triplet_margin_loss, r"triplet_margin_loss takes \(anchor"),
         (nn.CosineEmbeddingLoss(), r"CosineEmbeddingLoss takes"),
-        (lambda y: y.mean(), r"<lambda> takes \(y\)"),
     ],
 )
 def test_what_cannot_be_the_loss_of_a_plan(loss, reason):
@@ -539,12 +537,11 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in METRICS), ("accuracy", True)]
+)
 def test_a_metric_in_the_place_of_the_weight_is_refused(name, compiled):
     """The loss of the batch would be divided by the accuracy."""
-    if compiled and "number" in name:
-        pytest.skip("a compiled loss cannot return a number of Python")
     stages = [fp.compile_stage(stage) for stage in STAGES] if compiled else STAGES
     with pytest.raises(fp.BatchError, match=r"second value is a mean over rows.*aux=metric"):
         fp.run(plan_of(METRICS[name], stages=stages), numbers(), (f64(48, 3), f64(48, 3)))
@@ -554,9 +551,11 @@ def test_a_metric_in_the_place_of_the_weight_is_refused(name, compiled):
 def test_a_mean_in_the_place_of_the_sum_is_refused(name):
     x, target = f64(48, 3), f64(48, 3)
     loss = MEANS_WITH_WEIGHTS[name]
-    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\).*mean \* weight, weight"):
-        fp.run(plan_of(loss), numbers(), (x, target))
-
+    for count in (1, 4):
+        with pytest.raises(
+            fp.BatchError, match=r"returned \(mean, weight\).*mean \* weight, weight"
+        ):
+            fp.run(plan_of(loss, count=count), numbers(), (x, target))
     with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\)"):
         fp.run(plan_of(lambda y, t: loss(y, t), weight=len), numbers(), (x, target))
 
@@ -569,15 +568,17 @@ def test_a_mean_in_the_place_of_the_sum_is_refused(name):
     torch.testing.assert_close(result.loss, loss(x * params[0] + params[1], target)[0])
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("name", MEANS_WITH_COUNTS)
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 4) for name in MEANS_WITH_COUNTS), ("hits", 1)]
+)
 def test_a_mean_beside_a_count_is_refused(name, count):
     with pytest.raises(fp.BatchError, match=r"first value is a mean over rows.*aux=metric"):
         fp.run(plan_of(MEANS_WITH_COUNTS[name], count=count), numbers(), (f64(96, 3), f64(96, 3)))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", PAIRS_WITHOUT_SUMS)
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in PAIRS_WITHOUT_SUMS), ("a norm", True)]
+)
 def test_a_pair_whose_sum_does_not_add_up_is_refused(name, compiled):
     """The loss of the batch would depend on the number of microbatches."""
     loss, batch = PAIRS_WITHOUT_SUMS[name], (f64(12, 3), f64(12, 3))
@@ -597,11 +598,15 @@ def masked_mean(y, t):
 
 
 @pytest.mark.parametrize("loss", [masked_mean, MEANS_WITH_WEIGHTS["a mask"]])
-@pytest.mark.parametrize("pattern", [*itertools.product([False, True], repeat=6)], ids=str)
-def test_rows_that_do_not_count_hide_no_mean(pattern, loss):
+@pytest.mark.parametrize(
+    "padded",
+    [[], [0], [0, 1], [4, 5], [1, 3, 5], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]],
+    ids=str,
+)
+def test_rows_that_do_not_count_hide_no_mean(padded, loss):
     """Wherever the padding is in the first microbatch, if two rows of it count."""
     x, target = f64(12, 3), f64(12, 3).abs()
-    target[:6][torch.tensor(pattern)] = -10.0
+    target[padded] = -10.0
     plan = plan_of(lambda y, t: loss(y, t), count=2)
     with pytest.raises(fp.BatchError, match="is a mean over rows|returned \\(mean, weight\\)"):
         fp.run(plan, numbers(), (x, target))
@@ -691,8 +696,7 @@ def test_other_pairs_are_taken_as_they_are(name):
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "compiled"), [("mean", False), ("sum", True)])
 @pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss])
 def test_a_loss_of_torch_that_compares_rows_by_accident_is_refused(kind, reduction, compiled):
     """``[B, 1]`` against ``[B]`` is ``[B, B]``."""
@@ -721,10 +725,3 @@ def test_a_loss_that_only_claims_to_be_a_sum_is_refused_for_what_it_is():
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_loss_of_torch_that_broadcasts_within_rows_is_exact():
     assert_exact(nn.MSELoss(), f64(12, 5), f64(12, 1))
-
-
-@pytest.mark.parametrize("name", MEANS_WITH_WEIGHTS)
-def test_a_mean_in_the_place_of_the_sum_is_refused_with_one_microbatch(name):
-    loss = MEANS_WITH_WEIGHTS[name]
-    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\)"):
-        fp.run(plan_of(loss, count=1), numbers(), (f64(48, 3), f64(48, 3)))

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import EXECUTORS
 
 import funcpipe as fp
 
@@ -126,15 +125,14 @@ CASES |= {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_it_got(name, executor):
+def test_what_it_got(name):
     stages, params, batch, loss, got, stage = CASES[name]
     schedule = fp.schedules.fill_drain(len(stages), 2, backward=loss is not None)
     plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
     if loss is not None and batch[1] is not None and len(batch[1]) != 4:
         batch = batch[0], torch.zeros(4, 2)
     with pytest.raises(fp.StageError) as caught:
-        fp.run(plan, tuple(params), batch, executor=executor)
+        fp.run(plan, tuple(params), batch)
     notes = "\n".join(caught.value.__notes__)
     for match in (got, f"of stage {stage} at microbatch 0"):
         assert re.search(match, notes), (match, notes)

@@ -92,9 +92,8 @@ def names(tree):
     return {name: value for part in tree or () for name, value in names(part).items()}
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_in_evaluation_stays_there(way, executor):
+def test_a_module_in_evaluation_stays_there(way):
     """A plan that trains it: running statistics, no dropout, nothing committed, gradients of the
     model in evaluation."""
     make, cut = WAYS[way]
@@ -116,7 +115,7 @@ def test_a_module_in_evaluation_stays_there(way, executor):
             f"  stage {number} stays in evaluation mode, as its module was: model.train() before"
             in str(plan)
         )
-    result = fp.run(plan, params, (features(), None), state=state, executor=executor)
+    result = fp.run(plan, params, (features(), None), state=state)
     expected = plain(features())
     square(expected, None).backward()
     torch.testing.assert_close(result.outputs, expected, rtol=1e-12, atol=1e-12)
@@ -158,8 +157,15 @@ def test_a_module_in_training_follows_the_plan(way):
     torch.testing.assert_close(found, plain(features()), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "transmitted"])
-@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize(
+    ("way", "root"),
+    [
+        *((way, True) for way in WAYS if way != "transmitted"),
+        ("from_module", False),
+        ("layers", False),
+        ("traced", False),
+    ],
+)
 def test_layers_keep_their_own_modes(way, root):
     """Frozen norms in a training model, and a training norm in a model whose root says
     evaluation."""

@@ -63,9 +63,10 @@ def activated(count, *, norm=False):
     )
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("stages", "norm", "train"),
+    [(2, True, False), (3, False, True), (4, False, False), (4, True, True)],
+)
 def test_automatic_cuts_do_not_part_a_layer_from_its_in_place_relu(stages, norm, train):
     model = activated(4, norm=norm).train(train)
     made = fp.split(model, stages, example=torch.randn(4, 8))

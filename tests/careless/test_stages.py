@@ -56,8 +56,7 @@ def _closures():
 
 
 @pytest.mark.parametrize("name", _closures())
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("run", "place"), [(RUNS[0], 0), (RUNS[-1], 1)])
 def test_a_stage_that_closes_over_what_requires_a_gradient_is_refused(name, run, place):
     """Before any gradient is used: with the names under which the function finds them, stage and
     microbatch."""

@@ -256,7 +256,7 @@ def test_remat_has_the_bits_of_the_oracle_where_kernels_depend_on_grad_mode():
         (fp.schedules.remat(fp.schedules.one_f_one_b(3, 3)), "threads"),
         (fp.schedules.zero_bubble(3, 3), "threads"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_reentrant_checkpoint_gives_right_gradients(schedule, executor):
     """torch's older kind wants a backward for all leaves; gradients are those of plain autograd."""
