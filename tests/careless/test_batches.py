@@ -1,6 +1,8 @@
 """Careless batches: lists with a value for each row, inputs that carry a graph, marks around
 trees."""
 
+import collections
+
 import pytest
 import torch
 import torch.nn as nn
@@ -27,7 +29,13 @@ def linear(p, x):
         (["a"] * 8, "list with one str"),
         (("a",) * 8, "tuple with one str"),
         ([0.5] * 8, "list with one float"),
+        ([[0], [1], [2, 3], []] * 2, "list with one list"),
+        (collections.deque(range(8)), "deque with one int"),
+        (range(8), "range with one int"),
+        (set(range(8)), "set with one int"),
+        (dict.fromkeys(range(8)).keys(), "dict_keys with one int"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_list_with_a_value_for_each_row_is_refused(ids, kind):
     """In every tree of the batch, with its place and the ways out."""

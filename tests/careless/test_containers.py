@@ -1,7 +1,6 @@
 """Values in containers: what test_containers_random does not make of each kind: odd classes, odd
 trees, registered classes, threads."""
 
-import collections
 import concurrent.futures
 import dataclasses
 from types import SimpleNamespace
@@ -230,18 +229,6 @@ def test_ties_find_their_leaves_in_containers_of_every_kind():
         torch.testing.assert_close(gradient, leaf.grad)
     norm = fp.step(torch.optim.SGD([w], lr=1.0), params, result)
     torch.testing.assert_close(norm, leaf.grad.norm())
-
-
-@pytest.mark.parametrize(
-    "ids", [collections.deque(range(8)), range(8), set(range(8)), dict.fromkeys(range(8)).keys()]
-)
-def test_one_value_for_each_row_is_no_value_for_all(ids):
-    kind = type(ids).__name__
-    with pytest.raises(
-        fp.BatchError,
-        match=rf"inputs\[1\] is a {kind} with one \w+ for each of 8 rows.*fp.Replicate",
-    ):
-        one_stage((), (torch.ones(8, 1), ids))
 
 
 def test_a_batch_encoding_forgets_what_is_said_of_all_rows():

@@ -85,6 +85,16 @@ WAYS = {
 }
 
 
+def plan_of(stages, count=3):
+    schedule = fp.schedules.remat(fp.schedules.one_f_one_b(len(stages), count))
+    return fp.make_plan(stages, schedule, loss=square, outputs=True, devices="cpu")
+
+
+def forwards_of(stages):
+    schedule = fp.schedules.fill_drain(len(stages), 3, backward=False)
+    return fp.make_plan(stages, schedule, devices="cpu")
+
+
 def names(tree):
     """State by the model's names, whatever tree it is in."""
     if isinstance(tree, dict):
@@ -103,13 +113,7 @@ def test_a_module_in_evaluation_stays_there(way):
             norm.running_mean += 0.5
     stages, params, state = cut(plain)
     assert all(part.evaluation for part in stages)
-    plan = fp.make_plan(
-        stages,
-        fp.schedules.remat(fp.schedules.one_f_one_b(len(stages), 3)),
-        loss=square,
-        outputs=True,
-        devices="cpu",
-    )
+    plan = plan_of(stages)
     for number in range(len(stages)):
         assert (
             f"  stage {number} stays in evaluation mode, as its module was: model.train() before"
@@ -124,9 +128,7 @@ def test_a_module_in_evaluation_stays_there(way):
     found = names(result.grads)
     for name, value in plain.named_parameters():
         torch.testing.assert_close(found[name], value.grad, rtol=1e-10, atol=1e-12)
-    evaluate = fp.make_plan(
-        stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu"
-    )
+    evaluate = forwards_of(stages)
     assert "evaluation mode" not in str(evaluate)
     assert torch.equal(fp.run(evaluate, params, features(), state=state).outputs, result.outputs)
 
@@ -140,9 +142,7 @@ def test_a_module_in_training_follows_the_plan(way):
     stages, params, state = cut(plain)
     plain.eval()
     assert not any(part.evaluation for part in stages)
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 3), loss=square, outputs=True, devices="cpu"
-    )
+    plan = plan_of(stages)
     assert "evaluation mode" not in str(plan)
     with pytest.raises(fp.DrawError, match="seed"):
         fp.run(plan, params, (features(), None), state=state)
@@ -150,10 +150,7 @@ def test_a_module_in_training_follows_the_plan(way):
     assert 1 == int(next(value for name, value in names(result.state).items() if "tracked" in name))
     if "unchecked" in way:
         return  # nobody looked whether the trace is right in evaluation mode, so it is refused
-    evaluate = fp.make_plan(
-        stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu"
-    )
-    found = fp.run(evaluate, params, features(), state=state).outputs
+    found = fp.run(forwards_of(stages), params, features(), state=state).outputs
     torch.testing.assert_close(found, plain(features()), rtol=1e-12, atol=1e-12)
 
 
@@ -176,10 +173,7 @@ def test_layers_keep_their_own_modes(way, root):
     training.drop.eval()
     plain.training = root
     stages, params, state = cut(plain)
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 1), loss=square, outputs=True, devices="cpu"
-    )
-    result = fp.run(plan, params, (features(), None), state=state)
+    result = fp.run(plan_of(stages, 1), params, (features(), None), state=state)
     torch.testing.assert_close(result.outputs, plain(features()), rtol=1e-12, atol=1e-12)
     buffers = dict(plain.named_buffers())
     for name, value in names(result.state).items():

@@ -170,6 +170,17 @@ def trained(plan, params, state, runner=fp.run, batches=3, **options):
     return {name: value for tree in state for name, value in (tree or {}).items()}
 
 
+def plan_of(*stages, remat=False, count=COUNT, **options):
+    schedule = fp.schedules.one_f_one_b(len(stages), count)
+    schedule = fp.schedules.remat(schedule) if remat else schedule
+    return fp.make_plan(stages, schedule, loss=square, devices="cpu", **options)
+
+
+def forwards_of(stage):
+    schedule = fp.schedules.fill_drain(1, COUNT, backward=False)
+    return fp.make_plan([stage], schedule, devices="cpu")
+
+
 def close(found, wanted):
     for name, value in wanted.items():
         torch.testing.assert_close(
@@ -187,22 +198,12 @@ def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
     whole, uneven batches."""
     plain = model({**LAYERS, "recomputed": Recomputed}[layer])
     made = fp.split(plain, 2)
-    plan = fp.make_plan(
-        made.stages,
-        fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
-        loss=square,
-        devices="cpu",
-    )
+    plan = plan_of(*made.stages, remat=True)
     wanted = after(plain)
     for options in ({"executor": "serial"}, {"executor": "threads"}, {"runner": fp.run_sequential}):
         close(trained(plan, made.params, made.state, **options), wanted)
     whole, params, state = fp.from_module(plain)
-    one = fp.make_plan(
-        [pickle.loads(pickle.dumps(whole))],
-        fp.schedules.fill_drain(1, COUNT),
-        loss=square,
-        devices="cpu",
-    )
+    one = plan_of(pickle.loads(pickle.dumps(whole)))
     close(trained(one, (params,), (state,)), wanted)
     assert all(map(torch.equal, after(plain, 0).values(), dict(plain.named_buffers()).values()))
 
@@ -211,9 +212,7 @@ def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
 def test_compiled_they_are_deferred_too(layer):
     plain = model(LAYERS[layer])
     whole, params, state = fp.from_module(plain)
-    plan = fp.make_plan(
-        [fp.compile_stage(whole)], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu"
-    )
+    plan = plan_of(fp.compile_stage(whole))
     close(trained(plan, (params,), (state,)), after(plain))
 
 
@@ -287,12 +286,7 @@ def test_a_traced_batch_norm_is_deferred_whoever_calls_it(layer):
     torch.manual_seed(1)
     plain = Model(TRACED[layer]).double()
     made = fp.split(plain, at=["last"], example=features())
-    plan = fp.make_plan(
-        made.stages,
-        fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
-        loss=square,
-        devices="cpu",
-    )
+    plan = plan_of(*made.stages, remat=True)
     wanted = {
         name: value for name, value in after(plain).items() if name in made.state[0] or value.any()
     }
@@ -327,9 +321,7 @@ def test_a_training_layer_in_evaluation_defers_nothing():
     plain[1].eval()
     plain[1].running_mean += 1
     made = fp.split(plain, 2)
-    plan = fp.make_plan(
-        made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, outputs=True, devices="cpu"
-    )
+    plan = plan_of(*made.stages, outputs=True)
     result = fp.run(plan, made.params, (features(), None), state=made.state)
     torch.testing.assert_close(result.outputs, plain(features()), rtol=1e-12, atol=1e-12)
     close(
@@ -350,22 +342,19 @@ def test_a_layer_that_insists_on_the_batch_in_evaluation():
     keeps the state."""
     plain = model(lambda: Insists(3)).eval()
     part, params, state = fp.from_module(plain)
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = plan_of(part)
     assert part.evaluation
     close(trained(plan, (params,), (state,)), after(plain))
-    evaluate = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu"
-    )
+    evaluate = forwards_of(part)
     assert fp.run(evaluate, (params,), features(), state=(state,)).state[0] is state
 
 
 def test_one_value_per_channel_names_the_layer():
-    plan_of = fp.from_module(model(LAYERS["copied"]))
-    plan = fp.make_plan(plan_of[:1], fp.schedules.fill_drain(1, ROWS), loss=square, devices="cpu")
+    part, params, state = fp.from_module(model(LAYERS["copied"]))
     with pytest.raises(
         fp.BatchError, match=r"layer '1': batch norm in training needs more than one value"
     ):
-        fp.run(plan, plan_of[1:2], (features(), None), state=plan_of[2:])
+        fp.run(plan_of(part, count=ROWS), (params,), (features(), None), state=(state,))
 
 
 # -- refused by name
@@ -422,7 +411,7 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
     plain = nn.Sequential(*images, layer()).double()
     part, params, state = fp.from_module(plain)
     part = fp.compile_stage(part) if compiled else part
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = plan_of(part)
     where = len(plain) - 1
     listed = str([f"{where}.{name}" for name in names])[1:-1]
     for call in (
@@ -439,19 +428,16 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
         with pytest.raises(AssertionError, match="writes into its buffers"):
             check_stage(part, params, features(), state=state)
     part, params, state = fp.from_module(plain.eval())
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
-    if kind not in (
-        "hidden",
-        "by hand",
-        "swapped",
-    ):  # these write in evaluation too, or compute without parameters
+    plan = plan_of(part)
+    # The others write in evaluation too, or compute without parameters.
+    if kind in ("given", "instance norm"):
         assert fp.run(plan, (params,), (features(), None), state=(state,)).loss.isfinite()
 
 
 def test_a_refused_norm_has_written_nothing():
     part, params, state = fp.from_module(Given().double())
     before = {name: one.clone() for name, one in state.items()}
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=square, devices="cpu")
+    plan = plan_of(part)
     with pytest.raises(fp.PlanError, match="writes into its buffers"):
         fp.run(plan, (params,), (features(), None), state=(state,))
     assert all(map(torch.equal, before.values(), state.values()))
@@ -467,12 +453,10 @@ def test_a_forward_is_looked_at_once(monkeypatch):
     for layer, count in ((LAYERS["copied"], 1), (nn.Identity, 0)):
         looks.clear()
         whole, params, state = fp.from_module(model(layer))
-        plan = fp.make_plan([whole], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
+        plan = plan_of(whole)
         trained(plan, (params,), (state,) if state else None, batches=2)
         assert count == len(looks)
-        evaluate = fp.make_plan(
-            [whole], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu"
-        )
+        evaluate = forwards_of(whole)
         for _ in range(2):
             fp.run(evaluate, (params,), features(), state=(state,) if state else None)
         assert 2 * count == len(looks)
@@ -531,5 +515,5 @@ def test_averages_count_rows_of_uneven_microbatches(first):
     plain = Model(Average).double()
     commit = {"norm.average": fp.models.mean_by_rows}
     made = fp.split(plain, at=["last" if first else "norm"], example=features(), commit=commit)
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, devices="cpu")
+    plan = plan_of(*made.stages)
     close(trained(plan, made.params, made.state), after(plain))

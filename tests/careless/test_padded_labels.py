@@ -71,18 +71,18 @@ def batch_of(name, rows=8, length=7):
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
+def plan_of(split, count=4, **options):
+    schedule = fp.schedules.one_f_one_b(len(split), count)
+    options = {"loss": split.loss, "ties": split.ties, "devices": "cpu", **options}
+    return fp.make_plan(split.stages, schedule, **options)
+
+
 def assert_exact(model, split, batch, count=4, **options):
     """Loss and gradients of the pipeline are those of the model in one piece."""
     model.zero_grad()
     whole = model(**batch)
     whole.loss.backward()
-    plan = fp.make_plan(
-        split.stages,
-        fp.schedules.one_f_one_b(len(split), count),
-        loss=split.loss,
-        ties=split.ties,
-        devices="cpu",
-    )
+    plan = plan_of(split, count)
     result = fp.run(plan, split.params, (batch, None), state=split.state, **options)
     torch.testing.assert_close(result.loss, whole.loss.detach(), rtol=1e-5, atol=1e-6)
     found = split.merge(result.grads, split.state)
@@ -143,9 +143,7 @@ def test_evaluation_and_accumulation():
         fp.run(forwards, split.params, (batch, None), state=split.state).loss,
         model(**batch).loss.detach(),
     )
-    plan = fp.make_plan(
-        split.stages, fp.schedules.one_f_one_b(2, 2), loss=split.loss, ties=split.ties
-    )
+    plan = plan_of(split, 2)
     parts = [
         {name: value[part] for name, value in batch.items()} for part in (slice(0, 5), slice(5, 8))
     ]
@@ -159,9 +157,7 @@ def test_labels_by_position_and_without_padding():
     """Inputs as a tuple go by the names of forward; without ignored labels all is as it was."""
     model, batch = MODELS["Llama"](), batch_of("Llama")
     split = fp.split(model, 2)
-    plan = fp.make_plan(
-        split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties
-    )
+    plan = plan_of(split)
     weigh = plan.counts.weigh
     by_position = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
     assert (
@@ -201,12 +197,12 @@ def test_what_is_not_known_is_refused():
     padded = batch_of("Llama")
     model, batch = Own(), {"tokens": padded["input_ids"], "labels": padded["labels"]}
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss)
+    plan = plan_of(split)
     with pytest.raises(
         fp.BatchError, match=r"'labels' with -100.*loss of Own.*weigh\(self, inputs, target\)"
     ):
         fp.run(plan, split.params, (batch, None))
-    told = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=Tokens())
+    told = plan_of(split, loss=Tokens())
     torch.testing.assert_close(
         fp.run(told, split.params, (batch, None)).loss, model(**batch)["loss"].detach()
     )
@@ -216,9 +212,7 @@ def test_what_is_not_known_is_refused():
     )
     model = MODELS["Llama"]()
     split = fp.split(model, 2)
-    plan = fp.make_plan(
-        split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties
-    )
+    plan = plan_of(split)
     for name in ("num_items_in_batch", "ignore_index"):
         given = {**padded, name: fp.Replicate(torch.tensor(9))}
         with pytest.raises(fp.BatchError, match=name):

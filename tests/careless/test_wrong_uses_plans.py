@@ -245,15 +245,6 @@ def test_evaluation_under_inference_mode_is_right():
         torch.testing.assert_close(fp.run(plan, params, x).outputs, whole(x))
 
 
-def test_train_and_eval_are_the_plans_matter():
-    whole, stages, params = parts(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
-    x, _ = batch()
-    outputs = fp.run(
-        fp.make_plan(stages, SCHEDULE.forwards(), devices="cpu"), params, x
-    ).outputs  # train is still on
-    torch.testing.assert_close(outputs, whole.eval()(x))
-
-
 def test_a_plan_without_a_loss_takes_the_inputs_alone():
     _, stages, params = parts()
     with pytest.raises(TypeError, match="takes 2 positional") as caught:

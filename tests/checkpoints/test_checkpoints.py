@@ -73,7 +73,7 @@ class Training:
         self.state, self.step = loaded.state, loaded.step
 
 
-@pytest.mark.parametrize("stages", [4, 2, 1])
+@pytest.mark.parametrize("stages", [2, 1])
 def test_saved_at_four_stages_and_continued_at_others(tmp_path, stages):
     """The same losses as if nothing had happened, from parameters, batch norm's state and the
     optimizer's.

@@ -102,16 +102,6 @@ def test_a_schedule_reads_back_what_it_prints_legal_or_not(
     assert rows == Schedule.parse(str(Schedule(rows))).orders
 
 
-@random_sizes
-@given(st.sampled_from(FAMILIES), st.integers(1, 6), st.integers(1, 9))
-def test_a_family_reads_back_what_it_prints(
-    family: Callable[..., Schedule], stages: int, microbatches: int
-) -> None:
-    """The round trip for schedules that people use, remat included."""
-    schedule = remat(family(stages, microbatches), keep=lambda action: action.microbatch == 0)
-    assert schedule == Schedule.parse(str(schedule))
-
-
 def test_comments_blank_lines_and_wide_spaces_are_skipped() -> None:
     """A schedule file may be laid out and commented."""
     text = "\n# one device\n  0F0\t 0F1   0B0 0B1  # the end: 9X9\n\n#0F2\n1F0 1F1 1B0 1B1#tail\n"
@@ -160,14 +150,10 @@ def test_another_order_is_another_schedule() -> None:
     assert len(texts) == len({Schedule.parse(text) for text in texts})
 
 
-def test_lists_become_tuples_so_that_a_schedule_always_hashes() -> None:
-    """Whatever sequence comes in, the data is frozen."""
+def test_lists_and_generators_become_tuples_so_that_a_schedule_always_hashes() -> None:
+    """Whatever comes in, the data is frozen."""
     row = [Action(Kind.F, 0, 0)]
     assert hash(Schedule(((row[0],),))) == hash(Schedule([row]))  # pyright: ignore[reportArgumentType]
-
-
-def test_orders_may_come_from_generators() -> None:
-    """Iterables of iterables are read once."""
     made = Schedule((Action(Kind.F, s, m) for m in range(2)) for s in range(2))  # pyright: ignore[reportArgumentType]
     assert Schedule.parse("0F0 0F1\n1F0 1F1") == made
 
@@ -244,6 +230,8 @@ def test_has_backward_is_anything_but_forwards(text: str, expected: bool) -> Non
         ("0F0 0F1 0I0 0I1 0W1 0W0", False),
         ("0F0 0F1 0I1 0I0 0W0 0W1", False),
         ("0F0 0F1 0I1 0B0 0W1", False),
+        ("0F0 0F1 0I0 0B1 0W0", False),  # B puts its weights before those of the earlier microbatch
+        ("0F0 0F1 0I0 0W0 0B1", True),
         ("0F0 0F1\n1F0 1F1 1B1 1B0", False),
         ("0F0 0F1", True),
     ],
@@ -252,12 +240,6 @@ def test_is_ascending_looks_at_backwards_of_each_stage_only(text: str, expected:
     """Schedules agree bit for bit if every stage accumulates in ascending order; B, I and W all
     count."""
     assert expected == Schedule.parse(text).is_ascending
-
-
-def test_a_mixed_stage_ascends_only_if_both_halves_do() -> None:
-    """A whole backward between I and W of an earlier microbatch puts its weights before theirs."""
-    assert not Schedule.parse("0F0 0F1 0I0 0B1 0W0").is_ascending
-    assert Schedule.parse("0F0 0F1 0I0 0W0 0B1").is_ascending
 
 
 def test_lines_end_at_newlines_only() -> None:
@@ -270,10 +252,6 @@ def test_backward_order_is_that_of_the_backwards() -> None:
     schedule = Schedule.parse("0F0 0R0 0F1 0F2 0B1 0B0 0B2\n1F0 1F1 1F2 1I0 1I1 1I2 1W2 1W0 1W1")
     texts = [" ".join(map(str, schedule.backward_order(stage))) for stage in range(2)]
     assert ["0B1 0B0 0B2", "1I0 1I1 1I2 1W2 1W0 1W1"] == texts
-
-
-def test_backward_order_without_backwards_is_empty() -> None:
-    """Nothing accumulates in a forward-only schedule."""
     assert () == fill_drain(2, 3, backward=False).backward_order(1)
 
 
@@ -283,7 +261,7 @@ def test_first_drops_the_actions_of_the_other_microbatches() -> None:
     assert ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", "1F1B") == (str(fewer), fewer.name)
 
 
-@pytest.mark.parametrize("count", [3, 4, 100])
+@pytest.mark.parametrize("count", [3, 100])
 def test_first_of_enough_microbatches_is_the_schedule_itself(count: int) -> None:
     """Nothing to drop, nothing to build."""
     schedule = fill_drain(2, 3)

@@ -8,7 +8,6 @@ import torch.nn as nn
 from common import EXECUTORS, same, snapshot
 
 import funcpipe as fp
-from funcpipe._src.models.norms.batchnorm import Moments, merge
 
 INPUTS = {
     "1d, rows": (nn.BatchNorm1d, (10, 3)),
@@ -71,13 +70,6 @@ def test_what_is_not_finite_is_torchs(values, first, count, dtype):
     plain(x)
     for name, value in plain.named_buffers():
         torch.testing.assert_close(state[name], value, equal_nan=True)
-
-
-def test_the_variance_is_unbiased():
-    """0, 1, 2, 3 in two microbatches: the mean of squares over N - 1, not over N."""
-    state = train(nn.BatchNorm1d(1, momentum=1.0), torch.arange(4.0)[:, None], 2).state[0]
-    assert 1.5 == float(state["running_mean"])
-    assert 5 / 3 == pytest.approx(float(state["running_var"]), rel=1e-6)
 
 
 def test_a_layer_that_does_not_track_is_left_alone():
@@ -206,19 +198,6 @@ def test_the_function_writes_nothing():
     assert [False] * 3 == [value.requires_grad for value in new.values()]
     assert 1 == int(new["num_batches_tracked"])
     assert state is fp.models.batch_norm.commit(state, ((), ()))
-
-
-def test_moments_merge_to_those_of_all_values():
-    """Any split: count, mean and variance of everything."""
-    x = torch.randn(23, 4, dtype=torch.float64) * 5 + 100
-    for sizes in ([23], [1, 22], [5, 5, 5, 8], [1] * 23):
-        parts = [
-            Moments(len(p), p.mean(0), p.var(0) if len(p) > 1 else p[0] * 0) for p in x.split(sizes)
-        ]
-        count, mean, var = merge(parts)
-        assert count == 23
-        torch.testing.assert_close(mean, x.mean(0), rtol=1e-14, atol=0)
-        torch.testing.assert_close(var, x.var(0), rtol=1e-12, atol=0)
 
 
 def test_the_average_of_all_batches_needs_their_number():

@@ -141,10 +141,9 @@ def test_one_stage_is_the_model():
     assert_trains_like(model, inputs, pieces)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_threads_and_remat(parts):
+def test_threads_and_remat():
     model, inputs = zoo("llama-tied", dropout=0.2), batch("llama-tied")
-    pieces = cut(model, parts)
+    pieces = cut(model, 4)
     plain = train(pieces, inputs, seed=1, executor="serial")
     again = train(
         pieces,
@@ -381,7 +380,7 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_any_stack(parts):
     assert_net_trains(Net().train(), parts)
 
@@ -781,10 +780,6 @@ def test_bad_sizes_and_names():
     model = Net()
     for given, text in (
         ([2, 1], r"sum to the 4 blocks of 'blocks'; got \[2, 1\], which sum to 3"),
-        ([1] * 5, r"sum to the 4 blocks of 'blocks'; got \[1, 1, 1, 1, 1\]"),
-        ([0, 4], r"positive numbers .*got \[0, 4\]"),
-        ([-1, 5], "positive numbers"),
-        ([], r"got \[\].*e\.g\. \[4\]"),
         ([1.5, 2.5], "how many of the 4 blocks of 'blocks' each stage gets"),
     ):
         with pytest.raises(fp.PlanError, match=text):

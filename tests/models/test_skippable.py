@@ -681,21 +681,6 @@ def test_all_faults_of_a_model_are_listed():
     ]
 
 
-def test_the_same_block_twice_needs_namespaces():
-    """As in torchgpipe: a pair used twice is refused; with a namespace each it is right."""
-    pair = lambda: nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
-    with pytest.raises(
-        fp.PlanError, match=r"'1.0' \(Stash\) stashes 'skip' again, which '0.0' already stashes"
-    ):
-        cut_sequential(nn.Sequential(pair(), pair()), [1, 1])
-    model = nn.Sequential(pair(), pair())
-    for block in model:
-        ns = fp.models.Namespace()
-        for layer in (block[0], block[2]):
-            layer.isolate(ns)
-    assert 2 == len(cut_sequential(model, [1, 1]))
-
-
 def test_names_that_would_meet():
     """Two skips of one name for the plan are refused."""
 
@@ -850,22 +835,3 @@ def test_torch_checkpoint(sizes):
     ).double()
     with pytest.raises(fp.PlanError, match=r"pops 'skip' in a backward.*fp.schedules.remat"):
         gradients(refused)
-
-
-def test_training_a_unet():
-    """A few steps through the pipeline go as those of the plain model; its own parameters are
-    trained."""
-    model = unet(2)
-    twin = copy.deepcopy(model)
-    stages, params, state = zip(*cut_sequential(model, [4, 9], flat=True), strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, devices="cpu")
-    optimizer = torch.optim.SGD(fp.leaves(params), lr=0.5)
-    plain_optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
-    x, target = torch.randn(8, 4, dtype=DOUBLE), torch.randint(0, 4, (8,))
-    for _ in range(3):
-        fp.step(optimizer, params, fp.run(plan, params, (x, target), state=state).grads)
-        plain_optimizer.zero_grad()
-        F.cross_entropy(twin(x), target).backward()
-        plain_optimizer.step()
-    for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-10, atol=1e-12)
