@@ -1,5 +1,6 @@
 """A small model, its stages, a batch, and what plain autograd says of them."""
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -45,6 +46,11 @@ def equals_plain(whole, given, result, loss=F.cross_entropy):
     torch.testing.assert_close(result.loss, expected.detach())
     for name, gradient in zip(names, torch.autograd.grad(expected, weights), strict=True):
         torch.testing.assert_close(found[name], gradient)
+
+
+def refused(message):
+    """What runs inside raises a PlanError with this message."""
+    return pytest.raises(fp.PlanError, match=message)
 
 
 def squares(function, params, *, rows=8, x=None, **options):
