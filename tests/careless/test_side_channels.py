@@ -177,18 +177,16 @@ def test_a_stage_that_keeps_a_value_for_another_stage():
     def detached(p, x):
         return x * p + kept.pop(0).detach()
 
-    params, given = (torch.ones(3), torch.ones(3)), (torch.ones(4, 3), torch.zeros(4, 3))
-    schedule = fp.schedules.fill_drain(2, 2)
-    plan = fp.make_plan(
-        [fp.stage(first), fp.stage(second)], schedule, loss=F.mse_loss, devices="cpu"
-    )
+    def train(last):
+        kept.clear()
+        stages, schedule = [fp.stage(first), fp.stage(last)], fp.schedules.fill_drain(2, 2)
+        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        given = (torch.ones(4, 3), torch.zeros(4, 3))
+        return fp.run(plan, (torch.ones(3), torch.ones(3)), given, executor="serial")
+
     with pytest.raises(fp.PlanError, match="stage 1 or its loss computes with a value of stage 0"):
-        fp.run(plan, params, given, executor="serial")
-    kept.clear()
-    plan = fp.make_plan(
-        [fp.stage(first), fp.stage(detached)], schedule, loss=F.mse_loss, devices="cpu"
-    )
-    assert fp.run(plan, params, given, executor="serial").loss == 4
+        train(second)
+    assert train(detached).loss == 4
 
 
 class Body(nn.Module):

@@ -29,26 +29,30 @@ class Stack(nn.Module):
         return x
 
 
-def trains_like_itself(made, model, batch, *, train=True, options=None):
-    """Loss and gradients of a split under 1F1B, against the model on each microbatch."""
-    loss = lambda y, target: F.mse_loss(y, target)
-    x, target = batch
-    plan = fp.make_plan(
-        made.stages,
-        fp.schedules.one_f_one_b(len(made), 2),
-        loss=loss,
-        ties=made.ties,
-        devices="cpu",
-        train=train,
-    )
-    result = fp.run(plan, made.params, batch, state=made.state)
-    own = copy.deepcopy(model)
-    wanted = sum(loss(own(a), b) / 2 for a, b in zip(x.chunk(2), target.chunk(2), strict=True))
+def plan_of(made, count=2, **options):
+    """1F1B over the stages of a split."""
+    schedule = fp.schedules.one_f_one_b(len(made), count)
+    options = {"loss": F.mse_loss, "ties": made.ties, "devices": "cpu", **options}
+    return fp.make_plan(made.stages, schedule, **options)
+
+
+def assert_gradients_of(model, made, result, wanted):
+    """The loss of the result, and its gradients, are those of the plain one."""
     wanted.backward()
     torch.testing.assert_close(result.loss, wanted.detach())
     found = made.merge(result.grads)
-    for name, parameter in own.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    assert found.keys() == trained.keys()
+    for name, grad in trained.items():
+        torch.testing.assert_close(found[name], grad)
+
+
+def trains_like_itself(made, model, *, train=True):
+    """Loss and gradients of a split, against the model on each microbatch."""
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    result = fp.run(plan_of(made, train=train), made.params, (x, target), state=made.state)
+    own, parts = copy.deepcopy(model), zip(x.chunk(2), target.chunk(2), strict=True)
+    assert_gradients_of(own, made, result, sum(F.mse_loss(own(a), b) / 2 for a, b in parts))
 
 
 # -- cuts that split chooses itself
@@ -72,7 +76,7 @@ def test_automatic_cuts_do_not_part_a_layer_from_its_in_place_relu(stages, norm,
     made = fp.split(model, stages, example=torch.randn(4, 8))
     assert len(made) == stages
     if not (norm and train):  # whose statistics are of the whole batch, when deferred
-        trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)), train=train)
+        trains_like_itself(made, model, train=train)
 
 
 class Late(nn.Module):
@@ -93,7 +97,7 @@ def test_a_cut_moves_into_a_block_that_begins_with_a_write():
         [f"layers.{number}{inner}.{kind}" for kind in ("bias", "weight")]
         for number, inner in enumerate(("", ".inner", ".inner", ".inner"))
     ]
-    trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)))
+    trains_like_itself(made, model)
 
 
 def test_cuts_that_a_user_names_stay_refused():
@@ -110,7 +114,7 @@ def test_cuts_that_a_user_names_stay_refused():
 def test_the_output_of_a_batch_norm_in_evaluation_is_not_its_input():
     model = Stack(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8)).eval()
     made = fp.split(model, at={"layers.1": "before"}, example=torch.randn(4, 8))
-    trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)), train=False)
+    trains_like_itself(made, model, train=False)
 
 
 # -- split_point
@@ -231,9 +235,8 @@ def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(ki
 def test_what_blocks_hand_out_is_refused_when_compiled(kind, message):
     made = fp.split(Collects(**kind), 2)
     stages = [fp.compile_stage(stage) for stage in made.stages]
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu"
-    )
+    schedule = fp.schedules.fill_drain(2, 2)
+    plan = fp.make_plan(stages, schedule, loss=lambda y, _: y[0].mean(), devices="cpu")
     with pytest.raises(fp.PlanError, match=message):
         fp.run(plan, made.params, (torch.randn(4, 8), None))
 
@@ -290,13 +293,9 @@ def test_marks_in_an_example_say_where_its_rows_are():
     model, table = Marked(), torch.randn(4, 8)
     made = fp.split(model, at=["b"], example=marked(4, table=table))
     x, mask, _ = marked(7, table=table)
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
-    target = torch.randn(7, 8)
+    plan, target = plan_of(made, 3), torch.randn(7, 8)
     result = fp.run(plan, made.params, ((x, mask, fp.Replicate(table)), target))
-    wanted = F.mse_loss(model(x, mask.value, table), target)
-    wanted.backward()
-    torch.testing.assert_close(result.loss, wanted.detach())
-    torch.testing.assert_close(result.grads[0]["a.weight"], model.a.weight.grad)
+    assert_gradients_of(model, made, result, F.mse_loss(model(x, mask.value, table), target))
     with pytest.raises(fp.StageError, match=r"mask was float32 \[3, rows\].* dimension 0 is fixed"):
         fp.run(plan, made.params, ((x, torch.randn(7, 3), fp.Replicate(table)), target))
 
@@ -320,20 +319,14 @@ def test_marks_in_the_example_of_a_measurement():
         def forward(self, x, table):
             return x @ table
 
-    given = {"device": "cpu"}
     stage, params, _ = fp.from_module(Scale())
+    given = {"params": [params], "device": "cpu"}
     example = (torch.randn(4, 8), fp.Replicate(torch.randn(8, 8)))
-    assert (
-        len(
-            fp.models.profile(
-                [stage], example, params=[params], repeats=1, warmup=0, **given
-            ).forward
-        )
-        == 1
-    )
-    assert fp.models.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
+    cost = fp.models.profile([stage], example, repeats=1, warmup=0, **given)
+    assert len(cost.forward) == 1
+    assert fp.models.memory([stage], example, **given).total.output == 4 * 8 * 4
     with pytest.raises(fp.PlanError, match=r"an example is the input of one microbatch"):
-        fp.models.memory([stage], fp.Microbatches([example]), params=[params])
+        fp.models.memory([stage], fp.Microbatches([example]), **given)
 
 
 # -- wrapped models
@@ -404,14 +397,8 @@ def test_attributes_beyond_a_wrapper(traced, shared):
             del type(inner).config
     assert config.use_cache  # the user's own stays
     x, target = torch.randn(4, 8), torch.randn(4, 8)
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
-    result = fp.run(plan, made.params, (x, target), state=made.state)
-    F.mse_loss(model(x), target).backward()
-    found = made.merge(result.grads)
-    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
-    assert found.keys() == trained.keys()
-    for name, grad in trained.items():
-        torch.testing.assert_close(found[name], grad)
+    result = fp.run(plan_of(made), made.params, (x, target), state=made.state)
+    assert_gradients_of(model, made, result, F.mse_loss(model(x), target))
 
 
 @pytest.mark.filterwarnings(
@@ -426,17 +413,9 @@ def test_peft(traced):
     )
     model = peft.get_peft_model(zoo("llama"), config)
     made = fp.split(model, 2, **({"example": inputs} if traced else {}))
-    plan = fp.make_plan(
-        made.stages, fp.schedules.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu"
-    )
+    plan = plan_of(made, loss=made.loss)
     result = fp.run(plan, made.params, (inputs, None), state=made.state)
-    wanted = model(**inputs).loss
-    wanted.backward()
-    torch.testing.assert_close(result.loss, wanted.detach())
-    found = made.merge(result.grads)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(found[name], parameter.grad)
+    assert_gradients_of(model, made, result, model(**inputs).loss)
 
 
 # -- stages of a cut without a trace, compiled

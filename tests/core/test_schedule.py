@@ -21,7 +21,7 @@ from funcpipe._src.schedules.families import (
 from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.transforms import remat
 
-random_sizes = settings(deadline=None, database=None, max_examples=80)
+random_sizes = settings(deadline=None, database=None, max_examples=40)
 
 indices = st.integers(0, 12) | st.integers(0, 999_999_999)
 actions = st.builds(Action, st.sampled_from(Kind), indices, indices, st.none() | indices).map(
