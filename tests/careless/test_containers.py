@@ -1,5 +1,5 @@
-"""Values in containers: what test_containers_random does not make of each kind: odd classes, odd
-trees, registered classes, threads."""
+"""Values in containers that test_containers_random does not make: odd classes and trees, classes
+that are registered late or by many threads."""
 
 import concurrent.futures
 import dataclasses

@@ -119,7 +119,6 @@ def test_pixels_and_probabilities():
     assert_exact(nn.CrossEntropyLoss(weight=WEIGHTS), f64(10, 5), f64(10, 5).softmax(1))
 
 
-POSITIVE = ("BCE", "PoissonNLL")
 ELEMENTS = {
     "BCE": (nn.BCELoss, F.binary_cross_entropy),
     "BCEWithLogits": (
