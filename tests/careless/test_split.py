@@ -242,21 +242,27 @@ def test_what_blocks_hand_out_is_refused_when_compiled(kind, message):
 
 
 @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
-def test_attentions_of_all_blocks(name):
+def test_what_all_blocks_collect_is_refused_without_a_trace(name):
     model, inputs = zoo("llama"), batch("llama")
-    model.set_attn_implementation("eager")
     made = fp.split(model, 2)
     with pytest.raises(fp.PlanError, match=rf"inputs ask for \['{name}'\], .* example="):
         fp.apply(made.stages, made.params, {**inputs, name: True}, state=made.state)
     setattr(model.config, name, True)
     with pytest.raises(fp.PlanError, match=rf"config.{name} is True, which collects .* example="):
         fp.split(model, 2)
+
+
+def test_attentions_of_all_blocks_are_traced():
+    model, inputs = zoo("llama"), batch("llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = model.config.output_hidden_states = True
     made = fp.split(model, 2, example=inputs)
-    found = fp.apply(made.stages, made.params, inputs, state=made.state).y[
-        name.removeprefix("output_")
-    ]
-    for mine, theirs in zip(found, model(**inputs)[name.removeprefix("output_")], strict=True):
-        torch.testing.assert_close(mine, theirs)
+    found, expected = (
+        fp.apply(made.stages, made.params, inputs, state=made.state).y,
+        model(**inputs),
+    )
+    for name in ("attentions", "hidden_states"):
+        torch.testing.assert_close(found[name], expected[name])
 
 
 def test_attentions_asked_for_by_position():
