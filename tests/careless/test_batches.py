@@ -31,9 +31,9 @@ def linear(p, x):
         ([0.5] * 8, "list with one float"),
         ([[0], [1], [2, 3], []] * 2, "list with one list"),
         (collections.deque(range(8)), "deque with one int"),
-        (range(8), "range with one int"),
-        (set(range(8)), "set with one int"),
-        (dict.fromkeys(range(8)).keys(), "dict_keys with one int"),
+        (range(8), "range with one value"),
+        (set(range(8)), "set with one value"),
+        (dict.fromkeys(range(8)).keys(), "dict_keys with one value"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

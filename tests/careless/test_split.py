@@ -244,6 +244,7 @@ def test_what_blocks_hand_out_is_refused_when_compiled(kind, message):
 @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
 def test_what_all_blocks_collect_is_refused_without_a_trace(name):
     model, inputs = zoo("llama"), batch("llama")
+    model.set_attn_implementation("eager")
     made = fp.split(model, 2)
     with pytest.raises(fp.PlanError, match=rf"inputs ask for \['{name}'\], .* example="):
         fp.apply(made.stages, made.params, {**inputs, name: True}, state=made.state)
