@@ -330,7 +330,7 @@ def test_k1_cuts_by_the_bytes_of_parameters():
     )
     assert pipe.balance == (2, 2)
     assert evenly([1, 2, 3, 4, 5, 6], 2) == [4, 2]
-    assert evenly([0, 0, 0], 2) == [2, 1]
+    assert evenly([0, 0, 0, 0], 2) == [2, 2]  # where nothing has a size, layers count alike
 
 
 # -- copies
