@@ -49,35 +49,10 @@ def test_an_action_reads_back_what_it_prints(action: Action) -> None:
 
 
 JUNK = [
-    "",
-    "F",
-    "1F",
-    "F0",
-    "-1F0",
-    "1F-1",
-    "1X0",
-    "1f0",
-    "1F0xyz",
-    "x1F0",
-    "1F0 ",
-    " 1F0",
-    "2G0",
-    "G",
-    "1F0\n",
-    "1FF0",
-    "1.0F0",
-]
-JUNK += [
-    "1_0F0",
-    "+1F0",
-    "0x1F0",
-    "1F0,",
-    "\u0663F0",
-    "1F\u0663",
-    "\uff12F0",
-    "1F\u00b2",
-    "1234567890F0",
-    "1F1234567890",
+    *["", "F", "1F", "F0", "G", "2G0", "1FF0", "1X0", "1f0"],  # parts missing or unknown
+    *["1F0xyz", "x1F0", "1F0 ", " 1F0", "1F0\n", "1F0,"],  # something around
+    *["-1F0", "1F-1", "+1F0", "1.0F0", "1_0F0", "0x1F0", "1234567890F0", "1F1234567890"],
+    *["\u0663F0", "1F\u0663", "\uff12F0", "1F\u00b2"],  # digits of other scripts
 ]
 
 

@@ -89,116 +89,13 @@ def test_never_worse_than_blockpartition(costs, num_parts, best, theirs):
     assert best == fp.models.balance(costs, num_parts).bottleneck <= theirs
 
 
-@pytest.mark.parametrize(
-    ("costs", "theirs"),
-    [
-        (
-            [
-                42,
-                20,
-                51,
-                84,
-                7,
-                10,
-                69,
-                13,
-                47,
-                75,
-                8,
-                65,
-                28,
-                5,
-                12,
-                56,
-                54,
-                9,
-                31,
-                12,
-                71,
-                55,
-                8,
-                73,
-            ],
-            {4: 250, 8: 136},
-        ),
-        (
-            [
-                93,
-                97,
-                110,
-                110,
-                108,
-                91,
-                108,
-                108,
-                102,
-                91,
-                97,
-                91,
-                107,
-                94,
-                99,
-                103,
-                94,
-                107,
-                93,
-                108,
-                99,
-                107,
-                95,
-                93,
-            ],
-            {4: 609, 8: 381},
-        ),
-        (
-            [
-                30,
-                12,
-                4,
-                17,
-                26,
-                4,
-                32,
-                26,
-                7,
-                34,
-                20,
-                68,
-                55,
-                7,
-                30,
-                13,
-                86,
-                27,
-                53,
-                11,
-                27,
-                19,
-                34,
-                10,
-            ],
-            {4: 218, 8: 126},
-        ),
-    ],
-    ids=["uniform", "near-equal", "lognormal"],
-)
-def test_random_vectors_against_blockpartition(costs, theirs):
-    """Figures of torchgpipe 0.0.7; ours is the optimum of a plain dynamic program."""
-    for num_parts, bottleneck in theirs.items():
-        best = [0, *[float("inf")] * len(costs)]
-        for _ in range(num_parts):
-            best = [
-                min((max(best[i], sum(costs[i:j])) for i in range(j)), default=float("inf"))
-                for j in range(len(costs) + 1)
-            ]
-        assert best[-1] == fp.models.balance(costs, num_parts).bottleneck <= bottleneck
-
-
-def test_communication_on_long_chains():
-    """Against the same dynamic program with borders, where no shortcut applies."""
+@pytest.mark.parametrize("borders", [False, True])
+def test_long_chains(borders):
+    """Against a plain dynamic program, without borders and with them, where no shortcut applies."""
     rng = random.Random(3)
     costs, comm = [rng.randint(0, 20) for _ in range(120)], [rng.randint(0, 20) for _ in range(119)]
     border, total = [0, *comm, 0], [sum(costs[:i]) for i in range(121)]
+    border = border if borders else [0] * 121
     best = [0, *[float("inf")] * 120]
     for _ in range(9):
         best = [
@@ -208,7 +105,8 @@ def test_communication_on_long_chains():
             )
             for j in range(121)
         ]
-    assert best[-1] == fp.models.balance(costs, 9, comm=comm).bottleneck
+    options = {"comm": comm} if borders else {}
+    assert best[-1] == fp.models.balance(costs, 9, **options).bottleneck
 
 
 @pytest.mark.slow
