@@ -16,9 +16,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefetch.sources import Numbers, threads_of_overlaps
 
 import funcpipe as fp
 from funcpipe._src.devices.stream import Place
+from funcpipe.batches import (
+    BatchStage,
+    Fold,
+    accumulate_grads,
+    agree,
+    loss_scale,
+    overlap,
+    select,
+    to_device,
+    unscale,
+    update_scale,
+    windows,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "streams"))
 from recorder import Recorder
@@ -26,11 +40,6 @@ from recorder import Recorder
 ROOT = Path(__file__).parent.parent.parent
 HOSTS = [True, False]
 DEVICE = "cpu:0"
-
-
-def ours():
-    """The threads of all overlaps."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe")]
 
 
 def script(code: str, **options) -> subprocess.CompletedProcess[str]:
@@ -46,7 +55,8 @@ def script(code: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 WORK = """
-import torch, funcpipe as fp
+import torch
+from funcpipe.batches import Fold, overlap
 def prepare(x):
     a = torch.randn(400, 400)
     for _ in range(10): a = a @ a; a = a / a.norm()
@@ -58,10 +68,10 @@ def prepare(x):
 @pytest.mark.parametrize(
     "end",
     [
-        "for batch in fp.batches.overlap(range(100), [prepare, prepare], depth=4): break",
-        "run = fp.batches.overlap(range(100), [prepare, prepare], depth=4); next(run)",
+        "for batch in overlap(range(100), [prepare, prepare], depth=4): break",
+        "run = overlap(range(100), [prepare, prepare], depth=4); next(run)",
         (
-            "run = fp.batches.overlap(range(100), [prepare, fp.batches.Fold(lambda s, x: 1 / 0, "
+            "run = overlap(range(100), [prepare, Fold(lambda s, x: 1 / 0, "
             "0)], "
             "depth=4)\ntry: next(run)\nexcept ZeroDivisionError: pass"
         ),
@@ -82,7 +92,7 @@ def test_a_fork_is_told():
         except fp.FuncpipeError as error:
             return "forked process has none of its threads" in str(error)
 
-    run = fp.batches.overlap(range(5), [lambda x: x])
+    run = overlap(range(5), [lambda x: x])
     next(run)
     if (child := os.fork()) == 0:
         os._exit(0 if attempt(run) else 1)
@@ -103,12 +113,12 @@ def test_close_from_another_thread_ends_the_loop(nested):
         release.wait(20)
         yield 1
 
-    inner = fp.batches.overlap(source(), [lambda x: x])
-    run = fp.batches.overlap(inner, [lambda x: x]) if nested else inner
+    inner = overlap(source(), [lambda x: x])
+    run = overlap(inner, [lambda x: x]) if nested else inner
     assert next(run) == 0
     timer = threading.Timer(0.05, inner.close)
     timer.start()
-    threads = ours()
+    threads = threads_of_overlaps()
     assert next(run, "end") == "end"
     release.set()
     timer.join()
@@ -121,7 +131,7 @@ def test_close_from_another_thread_ends_the_loop(nested):
 def test_close_from_a_signal_ends_the_loop(thread):
     before = signal.signal(signal.SIGALRM, lambda *_: run.close())
     try:
-        run = fp.batches.overlap(range(10**9), [lambda x: time.sleep(0.001) or x], thread=thread)
+        run = overlap(range(10**9), [lambda x: time.sleep(0.001) or x], thread=thread)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         last = -1
         for got in run:
@@ -141,7 +151,7 @@ def test_close_from_a_stage_ends_the_loop(thread):
             run.close()
         return x
 
-    run = fp.batches.overlap(range(9), [closes], thread=thread)
+    run = overlap(range(9), [closes], thread=thread)
     got = list(run)
     assert got == list(range(len(got)))
     assert len(got) <= 4
@@ -153,11 +163,8 @@ def test_what_ends_everything_is_not_taken_for_a_close():
             raise SystemExit(5)
         return x
 
-    stages = [
-        fp.batches.BatchStage(leaves, thread=True),
-        fp.batches.BatchStage(lambda x: x, thread=False, lead=1),
-    ]
-    run = fp.batches.overlap(range(9), stages, depth=5)
+    stages = [BatchStage(leaves, thread=True), BatchStage(lambda x: x, thread=False, lead=1)]
+    run = overlap(range(9), stages, depth=5)
     with pytest.raises(SystemExit):
         list(time.sleep(0.02) for _ in run)  # noqa: C400
 
@@ -170,9 +177,9 @@ def test_an_error_is_not_hidden_by_a_slow_source():
         yield 0
         release.wait(20)
 
-    with pytest.raises(KeyError) as caught, fp.batches.overlap(source(), [lambda x: x]) as run:  # noqa: PT012
+    with pytest.raises(KeyError) as caught, overlap(source(), [lambda x: x]) as run:  # noqa: PT012
         next(run)
-        threads = ours()
+        threads = threads_of_overlaps()
         raise KeyError("mine")
     assert "these threads still work: funcpipe source" in caught.value.__notes__
     release.set()
@@ -193,10 +200,10 @@ def test_an_error_is_no_cycle(case):
         alive.append(weakref.ref(local))
         raise ValueError
 
-    stages = [fp.batches.Fold(lambda s, x: fails(x), 0)] if case == "fold" else [fails]
+    stages = [Fold(lambda s, x: fails(x), 0)] if case == "fold" else [fails]
     gc.disable()
     try:
-        run = fp.batches.overlap(range(6), stages, thread=False if case == "inline" else None)
+        run = overlap(range(6), stages, thread=False if case == "inline" else None)
         with pytest.raises(ValueError):  # noqa: PT011
             next(run)
         del run
@@ -222,7 +229,7 @@ def test_a_loader_can_be_used_again_after_a_break():
 
     loader = Loader()
     for _ in range(5):
-        for _ in fp.batches.overlap(loader, [lambda x: x]):
+        for _ in overlap(loader, [lambda x: x]):
             break
         assert next(loader) == 0
 
@@ -233,28 +240,13 @@ def test_an_ended_overlap_lets_go_of_its_source(end, thread):
     """Worker processes of a loader end with its iterator, also while somebody keeps the overlap for
     its statistics."""
 
-    class Loader:
-        def __init__(self):
-            self.at = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.at += 1
-            if self.at == 4 and end == "error":
-                raise OSError
-            if self.at > 6:
-                raise StopIteration
-            return self.at
-
-    loader = Loader()
-    run = fp.batches.overlap(loader, [lambda x: x], thread=thread)
-    assert next(run) == 1
+    loader = Numbers(3, OSError) if end == "error" else Numbers(6)
+    run = overlap(loader, [lambda x: x], thread=thread)
+    assert next(run) == 0
     if end == "close":
         run.close()
     elif end == "exhausted":
-        assert list(run) == [2, 3, 4, 5, 6]
+        assert list(run) == [1, 2, 3, 4, 5]
     else:
         with pytest.raises(OSError):  # noqa: PT011
             list(run)
@@ -274,9 +266,9 @@ def test_an_error_of_the_fold_waits_for_nothing():
             raise OSError
         return state, x
 
-    run = fp.batches.overlap(
+    run = overlap(
         source(),
-        [fp.batches.BatchStage(lambda x: x, name="copy"), fp.batches.Fold(step, 0, name="step")],
+        [BatchStage(lambda x: x, name="copy"), Fold(step, 0, name="step")],
         depth=1,
         thread=False,
     )
@@ -290,7 +282,7 @@ def test_a_progress_function_that_fails_ends_the_overlap():
         if progress.done == 2:
             raise ValueError("bar")
 
-    run = fp.batches.overlap(range(5), [lambda x: x], progress=tells)
+    run = overlap(range(5), [lambda x: x], progress=tells)
     assert next(run) == 0
     with pytest.raises(ValueError, match="bar"):
         next(run)
@@ -301,40 +293,22 @@ def test_leads_fit_around_those_that_are_asked_for():
     stages = [
         lambda x: x,
         lambda x: x,
-        fp.batches.BatchStage(lambda x: x, lead=2),
-        fp.batches.Fold(lambda s, x: (s, x), 0),
+        BatchStage(lambda x: x, lead=2),
+        Fold(lambda s, x: (s, x), 0),
     ]
-    plan = fp.batches.overlap([], stages, depth=2).plan
+    plan = overlap([], stages, depth=2).plan
     assert [row.lead for row in plan.rows] == [2, 2, 2, 2, 0]
-    assert list(fp.batches.overlap(range(3), stages, depth=0)) == [
-        0,
-        1,
-        2,
-    ]  # to find a fault, as it stands
+    assert list(overlap(range(3), stages, depth=0)) == [0, 1, 2]  # to find a fault, as it stands
 
 
 def test_a_slow_snapshot_is_never_ahead():
-    class Slow:
-        def __init__(self):
-            self.at = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            if self.at == 12:
-                raise StopIteration
-            self.at += 1
-            return self.at - 1
-
+    class Slow(Numbers):
         def state_dict(self):
             time.sleep(0.005)
-            return {"at": self.at}
+            return {"at": self.asked}
 
-    loader = Slow()
-    run = fp.batches.overlap(
-        loader, [fp.batches.Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict
-    )
+    loader = Slow(12)
+    run = overlap(loader, [Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict)
     for got in run:
         assert run.source_state == {"at": got + 1}
 
@@ -344,36 +318,27 @@ def test_a_snapshot_that_fails_is_an_error(thread):
     def fails():
         raise StopIteration
 
-    run = fp.batches.overlap(range(3), [lambda x: x], snapshot=fails, thread=thread)
+    run = overlap(range(3), [lambda x: x], snapshot=fails, thread=thread)
     with pytest.raises(RuntimeError, match="'source' raised StopIteration"):
         next(run)
 
 
 def test_the_end_is_no_batch():
-    run = fp.batches.overlap(range(3), [lambda x: x], record=True)
+    run = overlap(range(3), [lambda x: x], record=True)
     list(run)
     assert run.stats()[0].batches == 3
     assert sum(span.action.stage == 0 for span in run.timeline.spans) == 3
 
 
 def test_windows_ask_nobody_after_the_end():
-    class Again:
-        def __init__(self):
-            self.count = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.count += 1
-            if self.count == 4:
-                raise StopIteration
-            return self.count
-
-    assert [list(window) for window in fp.batches.windows(Again(), 2)] == [[1, 2], [3]]
+    source = Numbers(3)
+    assert [list(window) for window in windows(source, 2)] == [[0, 1], [2]]
+    assert source.asked == 4
+    source = Numbers(3)
     done = iter([False, False, True])  # this rank has no more: have the others
-    padded = fp.batches.agree(Again(), lambda mine: mine and next(done), pad=lambda last: "pad")
-    assert list(padded) == [1, 2, 3, "pad", "pad"]
+    padded = agree(source, lambda mine: mine and next(done), pad=lambda last: "pad")
+    assert list(padded) == [0, 1, 2, "pad", "pad"]
+    assert source.asked == 4
 
 
 # ---- odd batches
@@ -403,9 +368,7 @@ def test_containers_that_move_themselves_are_whole():
     data = Data(x=torch.ones(2))
     data.note = "mine, "
     out, moved, pair = next(
-        fp.batches.overlap(
-            [(packed, data, Pair(torch.ones(1), None))], [fp.batches.to_device("meta")]
-        )
+        overlap([(packed, data, Pair(torch.ones(1), None))], [to_device("meta")])
     )
     assert out.data.device.type == "meta"
     assert out.batch_sizes.tolist() == [2, 2, 1]
@@ -418,55 +381,31 @@ def test_containers_that_move_themselves_are_whole():
 
 def test_a_batch_that_cannot_move_says_so():
     with pytest.raises(fp.BatchError, match="a Plain is not a tree and has no method to"):
-        next(fp.batches.overlap([Plain(torch.ones(1))], [fp.batches.to_device("meta")]))
-    assert list(fp.batches.overlap([1, "two"], [fp.batches.to_device("cpu")])) == [1, "two"]
+        next(overlap([Plain(torch.ones(1))], [to_device("meta")]))
+    assert list(overlap([1, "two"], [to_device("cpu")])) == [1, "two"]
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: overlap([], [BatchStage(abs, stream=3)]), "stream= is a name"),
         (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, stream=3)]),
-            "stream= is a name",
-        ),
-        (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, autocast="bfloat16")]),
+            lambda: overlap([], [BatchStage(abs, autocast="bfloat16")]),
             r"autocast= is a torch\.dtype",
         ),
-        (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, grad="no")]),
-            "grad= is True, False or None",
-        ),
-        (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, thread="yes")]),
-            "thread= is True, False or None",
-        ),
-        (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, seed="x")]),
-            "seed= is a whole number",
-        ),
-        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, name=3)]), "name= is a string"),
-        (
-            lambda: fp.batches.overlap([], [fp.batches.Fold(abs, 0, earlier=3)]),
-            "earlier= is a tuple of states",
-        ),
-        (lambda: fp.batches.overlap([], [abs], thread="yes"), "thread is True, False or None"),
-        (lambda: fp.batches.overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
-        (lambda: fp.batches.overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
-        (
-            lambda: fp.batches.overlap([], [abs], progress=3),
-            "progress is a function, True or False; got 3",
-        ),
-        (
-            lambda: fp.batches.overlap([], [abs], devices=["nope"]),
-            "devices is a sequence of torch devices",
-        ),
-        (
-            lambda: fp.batches.overlap([], [abs], devices=5),
-            "devices is a sequence of torch devices",
-        ),
-        (lambda: fp.batches.to_device(None), "to_device takes a device"),
-        (lambda: fp.batches.loss_scale(1e39), "within single precision"),
+        (lambda: overlap([], [BatchStage(abs, grad="no")]), "grad= is True, False or None"),
+        (lambda: overlap([], [BatchStage(abs, thread="yes")]), "thread= is True, False or None"),
+        (lambda: overlap([], [BatchStage(abs, seed="x")]), "seed= is a whole number"),
+        (lambda: overlap([], [BatchStage(abs, name=3)]), "name= is a string"),
+        (lambda: overlap([], [Fold(abs, 0, earlier=3)]), "earlier= is a tuple of states"),
+        (lambda: overlap([], [abs], thread="yes"), "thread is True, False or None"),
+        (lambda: overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
+        (lambda: overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
+        (lambda: overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
+        (lambda: overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
+        (lambda: overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
+        (lambda: to_device(None), "to_device takes a device"),
+        (lambda: loss_scale(1e39), "within single precision"),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(call, words):
@@ -482,13 +421,11 @@ def test_wrong_input_is_refused_before_any_work(call, words):
 def test_any_factors_round_as_grad_scaler_does(factors):
     growth, backoff = factors
     scale, tracker = torch.tensor([1000.0]), torch.zeros(1, dtype=torch.int32)
-    state = fp.batches.loss_scale(1000.0)
+    state = loss_scale(1000.0)
     for i in range(200):
         found = torch.tensor([float(i % 7 == 3)])
         torch._amp_update_scale_(scale, tracker, found, growth, backoff, 2)
-        state = fp.batches.update_scale(
-            state, found[0] > 0, growth=growth, backoff=backoff, interval=2
-        )
+        state = update_scale(state, found[0] > 0, growth=growth, backoff=backoff, interval=2)
         assert state.scale.item() == scale.item()
         assert state.good_steps.item() == tracker.item()
 
@@ -497,7 +434,7 @@ def test_any_factors_round_as_grad_scaler_does(factors):
     "ignore:Sparse invariant"
 )  # torch 2.11 says so at the first sparse tensor
 def test_gradients_of_every_kind_are_unscaled():
-    state = fp.batches.loss_scale(1000.0)
+    state = loss_scale(1000.0)
     sparse = torch.sparse_coo_tensor(
         [[0, 2]], torch.tensor([2000.0, 1.0]), (3,), check_invariants=True
     )
@@ -507,12 +444,12 @@ def test_gradients_of_every_kind_are_unscaled():
         "none": None,
         "count": torch.tensor(7),
     }
-    found, bad = fp.batches.unscale(state, grads)
+    found, bad = unscale(state, grads)
     assert not bad
     assert found["zero"].dtype == torch.bfloat16
     assert found["sparse"].to_dense().tolist() == pytest.approx([2.0, 0.0, 0.001])
     assert found["count"] is grads["count"]
-    _, bad = fp.batches.unscale(
+    _, bad = unscale(
         state,
         {
             "s": torch.sparse_coo_tensor(
@@ -521,18 +458,18 @@ def test_gradients_of_every_kind_are_unscaled():
         },
     )
     assert bad
-    assert not fp.batches.unscale(state, {})[1]
+    assert not unscale(state, {})[1]
 
 
 def test_no_graph_grows_over_steps():
     w = torch.ones(2, requires_grad=True)
-    taken = fp.batches.select(torch.tensor(False), w, w * 2)
+    taken = select(torch.tensor(False), w, w * 2)
     assert not taken.requires_grad
-    assert not fp.batches.unscale(fp.batches.loss_scale(), w)[0].requires_grad
+    assert not unscale(loss_scale(), w)[0].requires_grad
 
 
 def test_what_has_no_weight_may_be_nan():
-    found = fp.batches.accumulate_grads(
+    found = accumulate_grads(
         lambda x: (x / x.sum(), None),
         [torch.zeros(2), torch.ones(2)],
         weight=lambda x: float(x.sum()),
@@ -560,14 +497,9 @@ def data(count=9):
 def test_back_to_the_host(last, recorder):
     """Nothing on the host could wait for a stream later, so the copy is waited for."""
     tail = [] if last else [lambda b: b["x"].sum()]
-    stages = [
-        fp.batches.to_device(DEVICE),
-        lambda b: {**b, "x": b["x"] * 2},
-        fp.batches.to_device("cpu"),
-        *tail,
-    ]
+    stages = [to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, to_device("cpu"), *tail]
     with recorder.watching():
-        for batch in fp.batches.overlap(data(), stages):
+        for batch in overlap(data(), stages):
             (batch["x"] if last else batch) * 2
     assert recorder.finish() == []
 
@@ -585,4 +517,4 @@ def test_memory_that_nobody_can_record_is_told(recorder):
         recorder.watching(),
         pytest.warns(UserWarning, match=r"batch \(Blind\) cannot record a stream"),
     ):
-        next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))
+        next(overlap(batches, [to_device(DEVICE)]))

@@ -14,6 +14,7 @@ import torch
 
 import funcpipe as fp
 from funcpipe._src.prefetch.stats import Bar
+from funcpipe.batches import BatchStage, Fold, overlap
 
 
 def h2d(x):
@@ -37,16 +38,16 @@ def backward(state, x):
 
 
 TORCHREC = [
-    fp.batches.BatchStage(h2d, lead=2),
-    fp.batches.BatchStage(dist_start, lead=1),
-    fp.batches.BatchStage(dist_wait, lead=1),
-    fp.batches.BatchStage(forward, lead=0, lag=0),
-    fp.batches.Fold(backward, 0),
+    BatchStage(h2d, lead=2),
+    BatchStage(dist_start, lead=1),
+    BatchStage(dist_wait, lead=1),
+    BatchStage(forward, lead=0, lag=0),
+    Fold(backward, 0),
 ]
 
 
 def test_the_plan_prints():
-    run = fp.batches.overlap([], TORCHREC, thread=False)
+    run = overlap([], TORCHREC, thread=False)
     assert str(run.plan) == (
         "at tick t, batch t is made ready:\n"
         "  dist_start  batch t+1         on loop\n"
@@ -56,7 +57,7 @@ def test_the_plan_prints():
         "  forward     batch t           on loop, reads the state of 0 before\n"
         "  backward    batch t           on loop"
     )
-    run = fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3)
+    run = overlap([], [h2d, Fold(backward, 0)], depth=3)
     assert str(run.plan) == (
         "at tick t, batch t is made ready:\n"
         "  source    up to batch t+3   on source\n"
@@ -64,13 +65,11 @@ def test_the_plan_prints():
         "  backward  batch t           on loop"
     )
     assert pickle.loads(pickle.dumps(run.plan)) == run.plan
-    assert hash(run.plan) == hash(
-        fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3).plan
-    )
+    assert hash(run.plan) == hash(overlap([], [h2d, Fold(backward, 0)], depth=3).plan)
 
 
 def test_what_was_measured_is_a_timeline():
-    run = fp.batches.overlap(range(6), [h2d, fp.batches.Fold(backward, 0)], record=True)
+    run = overlap(range(6), [h2d, Fold(backward, 0)], record=True)
     list(run)
     timeline = run.timeline
     assert timeline.unit == "s"
@@ -88,7 +87,7 @@ def test_what_was_measured_is_a_timeline():
     with pytest.raises(TypeError, match="got TickPlan"):
         fp.draw(run.plan)  # pyright: ignore
     with pytest.raises(fp.FuncpipeError, match="record=True"):
-        fp.batches.overlap([], [h2d]).timeline  # noqa: B018
+        overlap([], [h2d]).timeline  # noqa: B018
 
 
 @pytest.mark.parametrize("thread", [True, False])
@@ -99,7 +98,7 @@ def test_statistics(thread):
         time.sleep(0.01)
         return x
 
-    run = fp.batches.overlap(range(5), [fp.batches.BatchStage(slow, name="slow")], thread=thread)
+    run = overlap(range(5), [BatchStage(slow, name="slow")], thread=thread)
     list(run)
     source, stage, loop = run.stats()
     assert (source.name, stage.name, loop.name) == ("source", "slow", "loop")
@@ -107,9 +106,7 @@ def test_statistics(thread):
     assert stage.busy >= 0.05
     assert (loop.input > 0.03) == thread
     assert str(stage).startswith("slow: 5 batches, ")
-    run = fp.batches.overlap(
-        range(5), [fp.batches.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread
-    )
+    run = overlap(range(5), [Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread)
     list(run)
     assert [one.name for one in run.stats()] == ["source", "step"]
     assert run.stats()[1].batches == 5
@@ -117,12 +114,12 @@ def test_statistics(thread):
 
 def test_progress(capsys):
     told = []
-    run = fp.batches.overlap(range(3), [h2d], progress=told.append)
+    run = overlap(range(3), [h2d], progress=told.append)
     list(run)
     assert [(one.done, one.total) for one in told] == [(1, 3), (2, 3), (3, 3)]
     assert str(told[-1]).startswith("[####################] 3/3, ")
     assert "loop waits" in str(told[-1])
-    list(fp.batches.overlap((x for x in range(3)), [h2d], progress=True))
+    list(overlap((x for x in range(3)), [h2d], progress=True))
     line = capsys.readouterr().err
     assert line.startswith("\r")
     assert line.endswith("\n")
@@ -138,12 +135,12 @@ def test_progress(capsys):
 def test_the_length_is_hinted():
     from operator import length_hint
 
-    run = fp.batches.overlap([1, 2, 3], [h2d])
+    run = overlap([1, 2, 3], [h2d])
     assert length_hint(run) == 3
     next(run)
     assert length_hint(run) == 2
     run.close()
-    assert length_hint(fp.batches.overlap((x for x in "abc"), [h2d]), 7) == 7
+    assert length_hint(overlap((x for x in "abc"), [h2d]), 7) == 7
 
 
 def _resident() -> int:
@@ -167,10 +164,8 @@ def test_four_thousand_batches():
 
     done, faults, marks, places = 0, 0, [], []
     while done < 4_000:
-        run = fp.batches.overlap(
-            source(done),
-            [stage, fp.batches.Fold(lambda s, x: (s + 1, float(x[0])), 0)],
-            start_index=done,
+        run = overlap(
+            source(done), [stage, Fold(lambda s, x: (s + 1, float(x[0])), 0)], start_index=done
         )
         try:
             for result in run:
@@ -190,9 +185,7 @@ def test_four_thousand_batches():
     assert len({mark[1] for mark in marks}) == 1
     assert marks[-1][2] - marks[1][2] < 16 * 2**20
     # One overlap, no fault: what is kept does not grow with the batches.
-    run = fp.batches.overlap(
-        (torch.full((1000,), float(i)) for i in range(4_000)), [lambda x: x * 2]
-    )
+    run = overlap((torch.full((1000,), float(i)) for i in range(4_000)), [lambda x: x * 2])
     sizes = []
     for number, _ in enumerate(run):
         if number % 1000 == 999:

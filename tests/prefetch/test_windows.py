@@ -10,6 +10,20 @@ import torch
 from torch.nn.functional import mse_loss
 
 import funcpipe as fp
+from funcpipe.batches import (
+    BatchStage,
+    Fold,
+    LossScale,
+    accumulate_grads,
+    agree,
+    loss_scale,
+    overlap,
+    select,
+    to_device,
+    unscale,
+    update_scale,
+    windows,
+)
 
 HOSTS = [True, False]
 
@@ -33,10 +47,8 @@ def test_windows_equal_the_big_batch(size, thread):
         return {"w": x * (w * x).sum()}, (w * x).sum()
 
     w, counts = torch.ones(4, dtype=torch.float64), []
-    for window in fp.batches.windows(
-        fp.batches.overlap(data(), [lambda x: x], thread=thread), size
-    ):
-        found = fp.batches.accumulate_grads(lambda x: grad(w, x), window)
+    for window in windows(overlap(data(), [lambda x: x], thread=thread), size):
+        found = accumulate_grads(lambda x: grad(w, x), window)
         counts.append(found.count)
         assert len(found.aux) == found.count == found.weight
         w = w - 0.1 * found.grads["w"]
@@ -56,10 +68,7 @@ def test_every_batch_counts_once_an_epoch(size):
     two epochs are cut alike."""
     epochs = []
     for _ in range(2):
-        cut = [
-            list(window)
-            for window in fp.batches.windows(fp.batches.overlap(range(10), [lambda x: x]), size)
-        ]
+        cut = [list(window) for window in windows(overlap(range(10), [lambda x: x]), size)]
         assert [x for window in cut for x in window] == list(range(10))
         epochs.append(cut)
     assert epochs[0] == epochs[1]
@@ -74,7 +83,7 @@ def test_windows_draw_as_they_are_used():
             drawn.append(i)
             yield i
 
-    found = fp.batches.windows(source(), 3)
+    found = windows(source(), 3)
     first = next(found)
     assert drawn == [0]
     assert next(first) == 0
@@ -90,61 +99,46 @@ def test_weights_make_padded_batches_exact():
     """Token counts: the mean over all tokens, however they are spread over batches."""
     g = torch.Generator().manual_seed(0)
     tokens = [torch.randn(n, generator=g, dtype=torch.float64) for n in (3, 1, 5, 2)]
-    found = fp.batches.accumulate_grads(lambda x: ([x.mean()], x.sum()), tokens, weight=len)
+    found = accumulate_grads(lambda x: ([x.mean()], x.sum()), tokens, weight=len)
     assert torch.allclose(found.grads[0], torch.cat(tokens).mean(), rtol=1e-14)
     assert found.weight == 11
-    total = fp.batches.accumulate_grads(
-        lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum"
-    )
+    total = accumulate_grads(lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum")
     assert torch.allclose(total.grads[0], torch.cat(tokens).sum(), rtol=1e-14)
 
 
 def test_half_precision_is_summed_in_single():
     small = [torch.tensor([2.0**-11], dtype=torch.float16)] * 4096
-    found = fp.batches.accumulate_grads(lambda x: ((x, None, 3), None), small, reduce="sum")
+    found = accumulate_grads(lambda x: ((x, None, 3), None), small, reduce="sum")
     assert found.grads[0].dtype == torch.float16
     assert found.grads[0].item() == 2.0
     assert found.grads[1] is None
     given = small[0]
-    fp.batches.accumulate_grads(lambda x: (x, None), [given, given])
+    accumulate_grads(lambda x: (x, None), [given, given])
     assert given.item() == 2.0**-11  # not written to
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.batches.windows([1], 0), "size of a window is a positive int; got 0"),
-        (lambda: fp.batches.windows([1], True), "size of a window is a positive int; got True"),
-        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
+        (lambda: windows([1], 0), "size of a window is a positive int; got 0"),
+        (lambda: windows([1], True), "size of a window is a positive int; got True"),
+        (lambda: accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
         (
-            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0),
+            lambda: accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0),
             "no batch with a weight",
         ),
         (
-            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: -1),
+            lambda: accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: -1),
             "from 0; batch 0 .* has -1",
         ),
+        (lambda: accumulate_grads(lambda x: (x, 0), data(2), reduce="max"), '"mean" or "sum"'),
         (
-            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), reduce="max"),
-            '"mean" or "sum"',
-        ),
-        (
-            lambda: fp.batches.accumulate_grads(
-                lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]
-            ),
+            lambda: accumulate_grads(lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]),
             "batch 1 of the window has gradients of another structure",
         ),
-        (lambda: fp.batches.loss_scale(0.0), "a loss scale is a positive number"),
-        (
-            lambda: fp.batches.update_scale(
-                fp.batches.loss_scale(), torch.tensor(False), growth=1.0
-            ),
-            "growth is above 1",
-        ),
-        (
-            lambda: fp.batches.select(torch.tensor(True), [1], {"a": 1}),
-            "two trees of one structure",
-        ),
+        (lambda: loss_scale(0.0), "a loss scale is a positive number"),
+        (lambda: update_scale(loss_scale(), torch.tensor(False), growth=1.0), "growth is above 1"),
+        (lambda: select(torch.tensor(True), [1], {"a": 1}), "two trees of one structure"),
     ],
 )
 def test_wrong_input(call, words):
@@ -163,7 +157,7 @@ def test_results_of_runs_accumulate_from_a_window():
         for n in (4, 4, 3)
     ]
     whole = fp.run(plan, params, tuple(map(torch.cat, zip(*rows, strict=True))))
-    for window in fp.batches.windows(fp.batches.overlap(rows, [fp.batches.to_device("cpu")]), 5):
+    for window in windows(overlap(rows, [to_device("cpu")]), 5):
         total = fp.accumulate(fp.run(plan, params, batch) for batch in window)
     assert torch.allclose(total.loss, whole.loss, rtol=1e-12)
     for a, b in zip(fp.leaves(total.grads), fp.leaves(whole.grads), strict=True):
@@ -180,7 +174,7 @@ def test_it_scales_as_grad_scaler_does(init):
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5))
     optimizer = torch.optim.SGD([parameter], 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=init, growth_interval=3)
-    state, params = fp.batches.loss_scale(init), {"w": parameter.detach().clone(), "step": 0}
+    state, params = loss_scale(init), {"w": parameter.detach().clone(), "step": 0}
     skipped = 0
     for i in range(20):
         x = torch.full((5,), float("inf") if i in (4, 5, 9) else 0.1 * (i + 1) * 2.0**-100)
@@ -189,17 +183,15 @@ def test_it_scales_as_grad_scaler_does(init):
         raw = parameter.grad.clone()
         scaler.step(optimizer)
         scaler.update()
-        grads, found = fp.batches.unscale(state, {"w": raw, "step": None})
+        grads, found = unscale(state, {"w": raw, "step": None})
         skipped += int(found)
-        params = fp.batches.select(
-            found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i}
-        )
-        state = fp.batches.update_scale(state, found, interval=3)
+        params = select(found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i})
+        state = update_scale(state, found, interval=3)
         assert torch.equal(parameter.detach(), params["w"])
         assert scaler.get_scale() == state.scale.item()
         assert scaler._get_growth_tracker() == state.good_steps.item()
     assert skipped >= 3
-    assert isinstance(state, fp.batches.LossScale)
+    assert isinstance(state, LossScale)
 
 
 def test_a_scaled_run_through_an_overlap():
@@ -213,19 +205,14 @@ def test_a_scaled_run_through_an_overlap():
     def train(state, batch):
         params, scale = state
         result = fp.run(plan, params, batch, loss_scale=float(scale.scale), threads_per_lane=1)
-        grads, found = fp.batches.unscale(scale, result.grads)
+        grads, found = unscale(scale, result.grads)
         new = fp._src.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, grads)
-        return (
-            fp.batches.select(found, params, new),
-            fp.batches.update_scale(scale, found, interval=2),
-        ), (
+        return (select(found, params, new), update_scale(scale, found, interval=2)), (
             result.loss,
             found,
         )
 
-    run = fp.batches.overlap(
-        batches, [fp.batches.Fold(train, (params, fp.batches.loss_scale(16.0)))]
-    )
+    run = overlap(batches, [Fold(train, (params, loss_scale(16.0)))])
     found = [bool(flag) for _, flag in run]
     assert found == [False, False, True, False, False, False]
     trained, scale = run.state
@@ -257,10 +244,8 @@ def ranks(counts, pad):
     meet, out = Meet(len(counts)), [[] for _ in counts]
 
     def train(rank):
-        source = fp.batches.agree(
-            range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad
-        )
-        out[rank].extend(fp.batches.overlap(source, [lambda x: x]))
+        source = agree(range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad)
+        out[rank].extend(overlap(source, [lambda x: x]))
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(len(counts))]
     for one in threads:
@@ -313,10 +298,10 @@ def test_training_goes_on_where_it_stopped(thread, depth, stop):
 
     def build(loader, index, total):
         stages = [
-            fp.batches.BatchStage(lambda x, *, index: (x, index), indexed=True),
-            fp.batches.Fold(lambda s, x: (s + x[0], x), total),
+            BatchStage(lambda x, *, index: (x, index), indexed=True),
+            Fold(lambda s, x: (s + x[0], x), total),
         ]
-        return fp.batches.overlap(
+        return overlap(
             loader,
             stages,
             depth=depth,
@@ -338,7 +323,7 @@ def test_training_goes_on_where_it_stopped(thread, depth, stop):
     assert again.state == whole.state == sum(range(7))
     assert again.source_state == {"at": 7}
     with pytest.raises(fp.FuncpipeError, match="snapshot=loader.state_dict"):
-        fp.batches.overlap([], []).source_state  # noqa: B018
+        overlap([], []).source_state  # noqa: B018
 
 
 @pytest.mark.parametrize("thread", HOSTS)
@@ -354,9 +339,7 @@ def test_a_failed_batch_can_be_tried_again(thread):
     tried = []
     loader, got, index = Loader(8), [], 0
     while True:
-        run = fp.batches.overlap(
-            loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict
-        )
+        run = overlap(loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict)
         try:
             for result in run:
                 got.append(result)
