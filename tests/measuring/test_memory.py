@@ -13,6 +13,7 @@ from measuring import amoebanet, unet
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.measuring.measured import Live
 from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.optimizer_state import optimizer_state
@@ -189,7 +190,7 @@ def test_nothing_is_kept_in_evaluation():
         getattr(rows.total, key)
         for key in ("parameters", "gradients", "optimizer", "activations", "backward")
     )
-    assert (880 + 120 + 240,) == rows.group([2]).peak(fp.schedules.fill_drain(1, 3, backward=False))
+    assert (880 + 120 + 240,) == rows.group([2]).peak(S.fill_drain(1, 3, backward=False))
     assert 240 == rows[0].forward
 
 
@@ -262,7 +263,7 @@ def test_stages_with_skips_feeds_and_state():
     joined = rows.group([2])[0]
     assert {} == joined.measured.stash == joined.measured.pops
     # The skip waits on the second device while the first is in its other forwards.
-    one, many = (rows.peak(fp.schedules.fill_drain(2, m))[1] for m in (1, 5))
+    one, many = (rows.peak(S.fill_drain(2, m))[1] for m in (1, 5))
     assert many > one
 
 
@@ -272,8 +273,8 @@ def test_peak_is_what_a_run_holds(name, recompute):
     """On one device: the peak of a real run, storages counted as they come and go, is the predicted
     one."""
     model, x = models()[name]
-    schedule = fp.schedules.fill_drain(2, 3, num_devices=1)
-    schedule = fp.schedules.remat(schedule) if recompute else schedule
+    schedule = S.fill_drain(2, 3, num_devices=1)
+    schedule = S.remat(schedule) if recompute else schedule
     split = fp.split(model, balance=[2, len(model) - 2])
     plan = fp.make_plan(split.stages, schedule, loss=lambda y, _: y.sum() / len(y), devices="cpu")
     batch = (x.repeat(3 * 16, 1), torch.zeros(3 * 16 * len(x)))
@@ -312,20 +313,17 @@ def test_peaks_of_schedules():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(4)))
     rows = memory(model, torch.zeros(16, 8), optimizer="sgd")
     model_bytes = rows[0].model
-    drain, steady = (
-        rows.peak(fp.schedules.fill_drain(4, 8)),
-        rows.peak(fp.schedules.one_f_one_b(4, 8)),
-    )
+    drain, steady = (rows.peak(S.fill_drain(4, 8)), rows.peak(S.one_f_one_b(4, 8)))
     per = rows.group([1, 1, 1, 1])[0].activations
     # At its peak, the first backward, fill-drain has no sums of gradients yet.
     assert drain[0] - steady[0] == 4 * per - rows[0].gradients
     assert steady[3] < steady[0]
-    saved = rows.peak(fp.schedules.remat(fp.schedules.fill_drain(4, 8)))
+    saved = rows.peak(S.remat(S.fill_drain(4, 8)))
     assert saved[0] - model_bytes < per + 9 * 16 * 8 * 4 + rows[0].backward + 1
     stages = fp.split(model, 4).stages
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 8), loss=F.mse_loss)
+    plan = fp.make_plan(stages, S.one_f_one_b(4, 8), loss=F.mse_loss)
     assert steady == rows.peak(plan)
-    assert sum(rows.peak(fp.schedules.fill_drain(4, 8, backward=False))) < sum(saved)
+    assert sum(rows.peak(S.fill_drain(4, 8, backward=False))) < sum(saved)
 
 
 OPTIMIZERS = {
@@ -388,7 +386,7 @@ def test_refusals():
     with pytest.raises(fp.PlanError, match=r"sum to the 2 layers; got \[1, 2\]"):
         rows.group([1, 2])
     with pytest.raises(fp.PlanError, match=r"memory\.group\(sizes\)"):
-        rows.peak(fp.schedules.fill_drain(3, 2))
+        rows.peak(S.fill_drain(3, 2))
     with pytest.raises(fp.PlanError, match="fp.split"):
         memory(nn.Linear(2, 2), x)
     with pytest.raises(fp.PlanError, match="the list is empty"):
@@ -430,12 +428,7 @@ def test_amoebanet_parameters(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ratio"),
-    [
-        ("baseline", 0.97),
-        ("pipeline-2", 0.90),
-        ("pipeline-8", 0.57),
-    ],
+    ("name", "ratio"), [("baseline", 0.97), ("pipeline-2", 0.90), ("pipeline-8", 0.57)]
 )
 def test_unet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
@@ -445,9 +438,7 @@ def test_unet_peaks(name, ratio):
     images = torch.empty(max(1, 32 // row.chunks), 3, 192, 192)
     stages = memory(model, images, optimizer="sgd").group(row.balance)
     schedule = (
-        unet.except_last(len(row.balance), row.chunks)
-        if row.chunks > 1
-        else fp.schedules.fill_drain(1, 1)
+        unet.except_last(len(row.balance), row.chunks) if row.chunks > 1 else S.fill_drain(1, 1)
     )
     assert 8 * row.parameters * 1e6 == pytest.approx(stages.total.model, abs=0.01 * GiB)
     published = row.total - stages.total.model / GiB
@@ -457,10 +448,7 @@ def test_unet_peaks(name, ratio):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ratio"),
-    [("pipeline-2", 0.50), ("pipeline-8", 0.64)],
-)
+@pytest.mark.parametrize(("name", "ratio"), [("pipeline-2", 0.50), ("pipeline-8", 0.64)])
 def test_amoebanet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
     row = amoebanet.PUBLISHED[name]

@@ -35,6 +35,7 @@ from rank_tasks import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.core.tree import map_tensors
 from funcpipe._src.devices.stream import Place, StreamBackend
 from funcpipe._src.engine import lanes
@@ -258,7 +259,7 @@ def without_a_wait(rank, size, skip):
     """One run in which this process leaves out a wait or a recording: (how many there are, those
     that tell anything, faults)."""
     stages, params, state = everything()
-    schedule = fp.schedules.one_f_one_b(4, 4)
+    schedule = S.one_f_one_b(4, 4)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=on("joined", 4))
     x, target, scale = batch(8)
     with (
@@ -279,11 +280,11 @@ def replicas_on_devices(rank, size, way, reduced):
     """Two replicas of two lanes on devices, against one process with the rows of both."""
     stages, params, state = everything()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    schedule = S.interleaved(4, 4, num_devices=2)
     if reduced:
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.reduce_grads(schedule)
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, devices=on(way, 2))
-    whole = fp.make_plan(stages, fp.schedules.fill_drain(4, 8), loss=loss_with_aux, devices="cpu")
+    whole = fp.make_plan(stages, S.fill_drain(4, 8), loss=loss_with_aux, devices="cpu")
     batches = [batch(count) for count in (8, 10)]
     joined = [
         fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)
@@ -339,7 +340,7 @@ def stuck(rank, size, what):
         return stages[1].commit(old, stats)
 
     whole = (replace(stages[0], fn=first), replace(stages[1], commit=commit), *stages[2:])
-    schedule = fp.schedules.one_f_one_b(4, 4)
+    schedule = S.one_f_one_b(4, 4)
     plan = fp.make_plan(whole, schedule, loss=loss_with_aux, devices=on("joined", 4))
     plain = fp.make_plan(stages, schedule, loss=loss_with_aux, devices="cpu")
     x, target, scale = batch(8)
@@ -372,9 +373,7 @@ def lost(rank, size, way):
     """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and
     then it is back."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4)
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
     x, target, scale = batch(8)
 
     def broken(*args):
@@ -449,9 +448,7 @@ def hanging(recorder):
 def not_joined(rank, size):
     """What both processes say when the devices of rank 1 cannot be joined; and then they can."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4)
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
     x, target, scale = batch(8)
 
     def broken(*args):
@@ -488,10 +485,10 @@ def parts_on_devices(rank, size, way, rows):
         {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()}
         for _ in "1234"
     )
-    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
-    schedule = fp.schedules.gather_params(schedule, whole=1)
+    schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
+    schedule = S.gather_params(schedule, whole=1)
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices=on(way, 2))
-    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices="cpu")
+    whole = fp.make_plan([layer] * 4, S.fill_drain(4, 8), loss=F.mse_loss, devices="cpu")
     batches = [[torch.randn(count, 6, generator=g).double() for _ in "xy"] for count in rows]
     joined = [
         fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(2)
@@ -565,11 +562,11 @@ def on_gpus(rank, size, number, rows):
     joined)."""
     stages, params, state = everything()
     schedule = [
-        fp.schedules.one_f_one_b(4, 4),
-        fp.schedules.remat(fp.schedules.fill_drain(4, 4)),
-        fp.schedules.interleaved(4, 4, num_devices=2),
-        fp.schedules.offload(fp.schedules.one_f_one_b(4, 4)),
-        fp.schedules.zero_bubble(4, 4),
+        S.one_f_one_b(4, 4),
+        S.remat(S.fill_drain(4, 4)),
+        S.interleaved(4, 4, num_devices=2),
+        S.offload(S.one_f_one_b(4, 4)),
+        S.zero_bubble(4, 4),
     ][number]
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, outputs=True, devices="cuda")
     here = torch.device("cuda", torch.cuda.current_device())
@@ -607,7 +604,7 @@ def faults_on_gpus(rank, size, what):
         return stages[2].fn(p, x, skips=skips)
 
     whole = (*stages[:2], replace(stages[2], fn=third), stages[3])
-    plan = fp.make_plan(whole, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices="cuda")
+    plan = fp.make_plan(whole, S.one_f_one_b(4, 4), loss=loss_with_aux, devices="cuda")
     here = torch.device("cuda", torch.cuda.current_device())
     plain = fp.make_plan(stages, plan.schedule, loss=loss_with_aux, devices=here)
     x, target, scale = batch(8)
@@ -647,14 +644,14 @@ def steps_on_devices(rank, size, way, kind, together=False):
     def layer(p, x):
         return torch.tanh(x @ p["w"] + p["b"])
 
-    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    schedule = S.interleaved(4, 4, num_devices=2)
     if kind == "sharded":
-        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+        schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.reduce_grads(schedule)
     plain = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cpu")
     stepping = fp.make_plan(
-        [layer] * 4, fp.schedules.step_params(schedule), loss=F.mse_loss, devices=on(way, 2)
+        [layer] * 4, S.step_params(schedule), loss=F.mse_loss, devices=on(way, 2)
     )
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(7, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
@@ -708,9 +705,9 @@ def replicas_on_gpus(rank, size, shard):
         return torch.tanh(x @ p["w"] + p["b"])
 
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp"))
-    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=1))
+    schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=1))
     if shard:
-        schedule = fp.schedules.gather_params(schedule, whole=1)
+        schedule = S.gather_params(schedule, whole=1)
     g = torch.Generator().manual_seed(1)
     numbers = [
         {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()}
@@ -718,7 +715,7 @@ def replicas_on_gpus(rank, size, shard):
     ]
     here = torch.device("cuda", torch.cuda.current_device())
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cuda")
-    whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices=here)
+    whole = fp.make_plan([layer] * 4, S.fill_drain(4, 8), loss=F.mse_loss, devices=here)
     x, target = (torch.randn(16, 6, generator=g).double() for _ in "xy")
     want = fp.run_sequential(whole, fp.place(whole, tuple(numbers)), (x, target))
     wrong = []
@@ -757,19 +754,19 @@ def steps_on_gpus(rank, size, kind):
 
     if kind == "lanes":
         mesh, options = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",)), {}
-        schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+        schedule = S.interleaved(4, 4, num_devices=2)
     else:
         mesh, options = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp")), {"dp": "dp"}
-        schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=1))
+        schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=1))
     if kind == "sharded":
-        schedule = fp.schedules.gather_params(schedule, whole=1)
+        schedule = S.gather_params(schedule, whole=1)
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(7, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
     batches = torch.randn(2, 2, 8, 6, generator=generator, dtype=torch.float64)
 
     def trained(steps, together):
         """Losses, norms and parameters of three batches."""
-        own = fp.schedules.step_params(schedule) if steps else schedule
+        own = S.step_params(schedule) if steps else schedule
         plan = fp.make_plan([layer] * 4, own, loss=F.mse_loss, devices="cuda")
         with fp.ranks(plan, mesh, timeout=60.0, **options) as ranks:
             leaves = tuple(

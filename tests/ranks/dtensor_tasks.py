@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 WIDTH, LENGTH, ROWS, MICROBATCHES, STAGES = 4, 5, 6, 3, 4
 ALONG = {
@@ -106,11 +107,9 @@ def uncut(stages: list[fp.Stage], params: list[Any], x: Tensor, target: Tensor) 
 
 
 SCHEDULES = {
-    "interleaved": lambda: fp.schedules.interleaved(STAGES, MICROBATCHES, num_devices=2),
-    "zbv": lambda: fp.schedules.zbv(STAGES, MICROBATCHES),
-    "remat": lambda: fp.schedules.remat(
-        fp.schedules.looped_bfs(STAGES, MICROBATCHES, num_devices=2)
-    ),
+    "interleaved": lambda: S.interleaved(STAGES, MICROBATCHES, num_devices=2),
+    "zbv": lambda: S.zbv(STAGES, MICROBATCHES),
+    "remat": lambda: S.remat(S.looped_bfs(STAGES, MICROBATCHES, num_devices=2)),
 }
 
 
@@ -173,7 +172,7 @@ def two(
 ) -> list[fp.Result]:
     """Run two stages on the four processes, and in each process alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=loss, devices="cpu")
     own = [tree if stage == rank // 2 else None for stage, tree in enumerate(params)]
     with fp.ranks(plan, mesh["pp"], timeout=20.0) as ranks:
         result = fp.run(plan, own, batch, executor=ranks, **run)
@@ -299,7 +298,7 @@ def written(rank: int, size: int, what: str) -> None:
 
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     stages = [fp.stage(start), fp.stage(end)]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), loss=squares, devices="cpu")
+    plan = fp.make_plan(stages, S.fill_drain(2, 2), loss=squares, devices="cpu")
     fp.run(plan, params, (x, x), executor="serial")
 
 
@@ -372,7 +371,7 @@ def with_styles(rank: int, size: int, shape: str) -> list[str]:
         last = RowwiseParallel(use_local_output=shape != "dtensor")
         parallelize_module(part, mesh["tp"], {"up": ColwiseParallel(), "down": last})
     stages, params, _ = zip(*[fp.from_module(part) for part in cut], strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 4), loss=loss, devices="cpu")
     wrong: list[str] = []
     with fp.ranks(plan, mesh["pp"], timeout=30.0) as ranks:
         for how in ("serial", ranks):

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.compiled.programs import Programs
 from funcpipe._src.engine.lanes import Lanes
 from funcpipe._src.processes.team import Team
@@ -245,7 +246,7 @@ def training(rank, size, kind, compiled):
     stages, start, ties = tied_model()
     if compiled:
         stages = [fp.compile_stage(stage) for stage in stages]
-    schedule = fp.schedules.zero_bubble(4, 3) if compiled else fp.schedules.one_f_one_b(4, 3)
+    schedule = S.zero_bubble(4, 3) if compiled else S.one_f_one_b(4, 3)
     loss = nn.CrossEntropyLoss(ignore_index=2) if kind != "late" else late_cross_entropy
     plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
     g = torch.Generator().manual_seed(5)
@@ -298,7 +299,7 @@ def stepping(rank, size, kind):
     """A schedule that steps in several processes against steps after runs in one; a tie, clipping,
     a scale, late weights."""
     stages, start, ties = tied_model()
-    schedule = fp.schedules.one_f_one_b(4, 3)
+    schedule = S.one_f_one_b(4, 3)
     loss = (
         late_cross_entropy
         if kind == "late"
@@ -306,7 +307,7 @@ def stepping(rank, size, kind):
     )
     plain, plan = (
         fp.make_plan(stages, one, loss=loss, ties=ties, devices="cpu")
-        for one in (schedule, fp.schedules.step_params(schedule))
+        for one in (schedule, S.step_params(schedule))
     )
     x, y = (torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2))
     max_norm, scale = 0.5 if kind == "clips" else 100.0, 4.0 if kind == "scale" else 1.0
@@ -352,19 +353,19 @@ def unlike_options(rank, size, kind):
     if kind == "replicas":
         stages = [fp.stage(lambda p, x: x @ p["w"].T + p["b"])]
         start, ties = (linear(6, 6, torch.Generator().manual_seed(3)),), []
-        schedule = fp.schedules.fill_drain(1, 2)
+        schedule = S.fill_drain(1, 2)
         x = y = torch.ones(4, 6, dtype=torch.float64)
         loss, options = F.mse_loss, {"lanes": None}
     else:
         stages, start, ties = tied_model()
-        schedule = fp.schedules.one_f_one_b(4, 3)
+        schedule = S.one_f_one_b(4, 3)
         x, y = (
             torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2)
         )
         loss = lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
         options = {"lanes": owners(4, size)}
     if kind == "inside":
-        schedule = fp.schedules.step_params(schedule)
+        schedule = S.step_params(schedule)
     plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "pp"))
     where = (mesh,) if kind == "replicas" else ()
@@ -398,7 +399,7 @@ def several_batches(rank, size, kind):
     ties = [[(0, "a"), (3, "a")]] if kind == "tied" else []
     if kind == "tied":
         start[3]["a"] = start[0]["a"].clone()
-    schedule = fp.schedules.step_params(fp.schedules.zero_bubble(4, 3))
+    schedule = S.step_params(S.zero_bubble(4, 3))
     loss = counted_squares if kind == "late" else F.mse_loss
     plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
     batches = [(torch.randn(rows, 6), torch.randn(rows, 6)) for rows in (7, 6, 6, 9)]
@@ -558,12 +559,12 @@ def several_batches_of_replicas(rank, size, kind):
     torch.manual_seed(1)
     stages = [fp.stage(dropping, name=f"{kind} {number}") for number in range(4)]
     start = tuple({name: torch.randn(6, 6) * 0.3 for name in "ab"} for _ in range(4))
-    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    schedule = S.interleaved(4, 4, num_devices=2)
     if kind == "sharded":
-        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+        schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
-        schedule = fp.schedules.reduce_grads(schedule)
-    plan = fp.make_plan(stages, fp.schedules.step_params(schedule), loss=F.mse_loss, devices="cpu")
+        schedule = S.reduce_grads(schedule)
+    plan = fp.make_plan(stages, S.step_params(schedule), loss=F.mse_loss, devices="cpu")
     wrong, walks, walk = [], [], Lanes.walk
 
     def walked(self, executions):
@@ -624,10 +625,8 @@ def unused_leaves_of_replicas(rank, size, kind):
     """
     torch.manual_seed(1)
     start = tuple({name: torch.randn(6, 6) for name in ("both", "one", "never")} for _ in range(2))
-    schedule = fp.schedules.one_f_one_b(2, 2)
-    steps = fp.schedules.step_params(
-        fp.schedules.reduce_grads(schedule) if kind == "reduced" else schedule
-    )
+    schedule = S.one_f_one_b(2, 2)
+    steps = S.step_params(S.reduce_grads(schedule) if kind == "reduced" else schedule)
     plan, stepping = (
         fp.make_plan([fp.stage(chosen)] * 2, one, loss=F.mse_loss, devices="cpu")
         for one in (schedule, steps)
@@ -687,10 +686,7 @@ def goes_on(rank, size):
         *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)],
     ]
     plan = fp.make_plan(
-        stages,
-        fp.schedules.step_params(fp.schedules.one_f_one_b(size, 2)),
-        loss=F.mse_loss,
-        devices="cpu",
+        stages, S.step_params(S.one_f_one_b(size, 2)), loss=F.mse_loss, devices="cpu"
     )
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(
@@ -710,25 +706,21 @@ def stepping_replicas(rank, size, kind, rows):
     lanes made."""
     stages, params, state = everything()
     params[3]["w"] = params[0]["w"].clone()
-    schedule, failing = fp.schedules.interleaved(4, 4, num_devices=2), FailsLate(rank == 2)
+    schedule, failing = S.interleaved(4, 4, num_devices=2), FailsLate(rank == 2)
     if kind == "fails":
         stages = (replace(stages[0], fn=failing.inside(stages[0].fn)), *stages[1:])
     if kind == "late":  # it knows no weights for side losses
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
-        stages, schedule = (
-            everything_compiled(),
-            fp.schedules.zero_bubble(4, 4, num_devices=2),
-        )
+        stages, schedule = (everything_compiled(), S.zero_bubble(4, 4, num_devices=2))
     if kind == "sharded":
-        schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+        schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind not in ("plain", "hooked"):
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.reduce_grads(schedule)
     options = {"loss": counted if kind == "late" else loss_with_aux, "devices": "cpu"}
     options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
     plain, stepping = (
-        fp.make_plan(stages, one, **options)
-        for one in (schedule, fp.schedules.step_params(schedule))
+        fp.make_plan(stages, one, **options) for one in (schedule, S.step_params(schedule))
     )
     max_norm, scale = 0.01 if kind == "clips" else 1e6, 4.0 if kind == "scale" else 1.0
     wrong, by_lanes = [], []
@@ -797,11 +789,11 @@ def stepping_whole_matrices(rank, size):
     for what it lacks."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     stages = [fp.stage(lambda p, x: x + torch.tanh(x @ p))] * 4
-    summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
-    schedule = fp.schedules.gather_params(summed, whole=1)
+    summed = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
+    schedule = S.gather_params(summed, whole=1)
     plain, stepping = (
         fp.make_plan(stages, one, loss=F.mse_loss, devices="cpu")
-        for one in (schedule, fp.schedules.step_params(schedule))
+        for one in (schedule, S.step_params(schedule))
     )
     generator = torch.Generator().manual_seed(4)
     start = [torch.randn(6, 6, generator=generator) * 0.3 for _ in stages]
@@ -823,15 +815,15 @@ def functional(rank, size, path):
     """Two replicas of two lanes with the functional AdamW: as the functions by themselves with the
     gradients of a run, also with parts of parameters, and saved for other numbers of stages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
-    schedule = fp.schedules.gather_params(summed, whole=1)
+    summed = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
+    schedule = S.gather_params(summed, whole=1)
     wrong = []
     for shard in (False, True):
         torch.manual_seed(4)
         split = fp.split(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), 4)
         plain, stepping = (
             fp.make_plan(split, one, loss=F.mse_loss, devices="cpu")
-            for one in (schedule, fp.schedules.step_params(schedule))
+            for one in (schedule, S.step_params(schedule))
         )
         with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
             alone = fp.place(plain, copy.deepcopy(split.params), ranks)
@@ -875,7 +867,7 @@ def late_sums(rank, size):
         time.sleep(0.5 * rank)
         return x @ p
 
-    schedule = fp.schedules.step_params(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(1, 2)))
+    schedule = S.step_params(S.reduce_grads(S.one_f_one_b(1, 2)))
     plan = fp.make_plan([fp.stage(stage)], schedule, loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = fp.place(plan, (torch.eye(4, requires_grad=True),), ranks)
@@ -932,7 +924,7 @@ def late_cross_entropy(out, target):
 def accumulated(rank, size):
     """Two runs as one."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=counted_mean, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=counted_mean, devices="cpu")
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         totals = []
         for executor, own, at in (
@@ -968,9 +960,7 @@ def evaluated(rank, size):
     """A plan of forwards alone, on the ranks of the training plan, between its runs; with
     ready-made microbatches too."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(stages, S.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
     look = fp.make_plan(stages, plan.schedule.forwards(), devices="cpu")
     wrong = []
     with fp.ranks(plan, timeout=30.0) as ranks:
@@ -987,7 +977,7 @@ def evaluated(rank, size):
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
         elsewhere = fp.make_plan(
-            stages, fp.schedules.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu"
+            stages, S.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu"
         )
         with pytest.raises((fp.PlanError, fp.PeerError), match="stages on lanes"):
             fp.run(elsewhere, own, x, state=at, executor=ranks, **options)
@@ -1016,10 +1006,7 @@ def changing(rank, size, runs):
     ]
     params = tuple({"w": torch.ones(1, dtype=torch.float64) * (k + 1)} for k in range(4))
     plan = fp.make_plan(
-        stages,
-        fp.schedules.one_f_one_b(4, 4),
-        loss=lambda y, t: (y - t[:, 0]).square().mean(),
-        devices="cpu",
+        stages, S.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean(), devices="cpu"
     )
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -1039,7 +1026,7 @@ def stepped(rank, size):
     """Torch's loop: schedule.step and schedule.eval, an optimizer by itself."""
     stages, params, state = everything()
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
+        stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
     )
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -1087,9 +1074,7 @@ def stepped(rank, size):
             optimizer.step()
             schedule.zero_grad()
         stages, params, ties = tied_model()
-        plan = fp.make_plan(
-            stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu"
-        )
+        plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu")
         schedule = fp.typing.RankSchedule(plan, ranks, fp.place(plan, params, ranks), None, None)
         x, target = torch.arange(8) % 11, torch.ones(8, 11, dtype=torch.float64)
         seen = schedule.eval(x, target=target, losses=losses)
@@ -1107,7 +1092,7 @@ def stepped(rank, size):
 def timed(rank, size):
     """The timeline of all ranks: every action once, each after what it needs."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
     x, target, scale = batch(8)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -1147,7 +1132,7 @@ def slow(rank, size, seconds, count):
 
     plan = fp.make_plan(
         [fp.stage(rest, name=f"rest {k}") for k in range(size)],
-        fp.schedules.fill_drain(size, count, backward=False),
+        S.fill_drain(size, count, backward=False),
         devices="cpu",
     )
     with fp.ranks(plan, timeout=30.0) as ranks:
@@ -1197,7 +1182,7 @@ def weighed(rank, size, what, given):
     """Weights that hang on what only one rank has, or on what several have."""
     stages, params, state = everything()
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu"
+        stages, S.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu"
     )
     x, target, scale = batch(10)
     options = {"feeds": {"scale": scale}, "seed": 1}
@@ -1223,7 +1208,7 @@ def ignored(rank, size):
 
     plan = fp.make_plan(
         [fp.stage(body)],
-        fp.schedules.fill_drain(1, 2),
+        S.fill_drain(1, 2),
         loss=nn.CrossEntropyLoss(ignore_index=0),
         devices="cpu",
     )
@@ -1236,9 +1221,7 @@ def ignored(rank, size):
     half = slice(4 * rank, 4 * rank + 4)
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        whole = fp.make_plan(
-            plan.stages, fp.schedules.fill_drain(1, 4), loss=plan.loss, devices="cpu"
-        )
+        whole = fp.make_plan(plan.stages, S.fill_drain(1, 4), loss=plan.loss, devices="cpu")
         for aim in (target, target * (torch.arange(8) > 3)):
             want = fp.run_sequential(whole, params, (x, aim))
             got = fp.run(plan, params, (x[half], aim[half]), executor=ranks)
@@ -1271,7 +1254,7 @@ def other_leaves(rank, size):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p["a"] * p["b"])],
-        fp.schedules.fill_drain(1, 2),
+        S.fill_drain(1, 2),
         loss=F.mse_loss,
         devices="cpu",
     )
@@ -1291,7 +1274,7 @@ def scaled_without_leaves(rank, size):
     params = fresh(params)
     for leaf in (*params[0].values(), *params[1].values()):
         leaf.requires_grad_(False)
-    plan = fp.make_plan(stages[:3], fp.schedules.one_f_one_b(3, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages[:3], S.one_f_one_b(3, 3), loss=F.mse_loss, devices="cpu")
     scales = []
     with fp.ranks(plan, lanes=[0, 0, 1], timeout=20.0) as ranks:
         own = fp.place(plan, params[:3], ranks)
@@ -1313,11 +1296,7 @@ def meshes(rank, size):
     """Two columns of a mesh, each a pipeline of its own, at once."""
     stages, params, state = everything()
     plan = fp.make_plan(
-        stages,
-        fp.schedules.interleaved(4, 4, num_devices=2),
-        loss=F.mse_loss,
-        outputs=True,
-        devices="cpu",
+        stages, S.interleaved(4, 4, num_devices=2), loss=F.mse_loss, outputs=True, devices="cpu"
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rows = 8 if rank % 2 else 10
@@ -1343,19 +1322,19 @@ def replicated(rank, size, kind, rows):
         rank // 2 if across[0] == "dp" else rank % 2,
         {"late": counted, "weighed": weighing}.get(kind, loss_with_aux),
     )
-    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    schedule = S.interleaved(4, 4, num_devices=2)
     weight = rows_that_count if kind == "weighed" else None
     if kind == "late":  # it knows no weights for side losses
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
         stages = everything_compiled()
-        schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
+        schedule = S.zero_bubble(4, 4, num_devices=2)
     if kind == "reduced":
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
     plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu")
     whole = fp.make_plan(
-        stages, fp.schedules.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu"
+        stages, S.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu"
     )
     params = (params[0], params[1], params[2], {**params[3], "w": params[0]["w"].clone()})
     batches = [batch(count) for count in rows]
@@ -1510,7 +1489,7 @@ def faulty(rank, size):
     g = torch.Generator().manual_seed(4)
     params = tuple({"w": torch.randn(6, 6, generator=g, dtype=torch.float64)} for _ in range(size))
     plan = fp.make_plan(
-        [body(k) for k in range(size)], fp.schedules.one_f_one_b(size, 4), loss=loss, devices="cpu"
+        [body(k) for k in range(size)], S.one_f_one_b(size, 4), loss=loss, devices="cpu"
     )
     state = tuple(torch.zeros((), dtype=torch.float64) for _ in range(size))
     return plan, params, state, fault
@@ -1571,10 +1550,7 @@ def dies_in_between(rank, size, who, number, path):
 
     params = tuple({"w": torch.ones(1, 1)} for _ in range(size))
     plan = fp.make_plan(
-        [fp.stage(widen), fp.stage(narrow)],
-        fp.schedules.one_f_one_b(size, 2),
-        loss=F.mse_loss,
-        devices="cpu",
+        [fp.stage(widen), fp.stage(narrow)], S.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu"
     )
     with fp.ranks(plan, timeout=20.0) as ranks:
         own = fp.place(plan, params, ranks)
@@ -1645,9 +1621,7 @@ def other_calls(rank, size):
 def one_f_one_b(**options):
     stages, params, state = everything()
     return (
-        fp.make_plan(
-            stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options
-        ),
+        fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options),
         params,
         state,
     )
@@ -1713,10 +1687,7 @@ def given_wrongly(rank, size, what):
                 )
             elif what == "lanes":
                 plan = fp.make_plan(
-                    plan.stages,
-                    fp.schedules.one_f_one_b(4, 4, num_devices=2),
-                    loss=F.mse_loss,
-                    devices="cpu",
+                    plan.stages, S.one_f_one_b(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
                 )
         fp.run(plan, own, (x, target), state=at, feeds=feeds, seed=1, executor=ranks)
 
@@ -1743,7 +1714,7 @@ def arguments(rank, size, what):
         "meta": {"lanes": [0, 1, 2, 2]},
     }[what]
     if what == "more ranks":
-        schedule = fp.schedules.one_f_one_b(4, 4, num_devices=2)
+        schedule = S.one_f_one_b(4, 4, num_devices=2)
         plan = fp.make_plan(plan.stages, schedule, loss=F.mse_loss, devices="cpu")
     if what == "meta":
         plan = fp.make_plan(plan.stages, plan.schedule, loss=F.mse_loss, devices="meta")
@@ -1759,7 +1730,7 @@ def soak(rank, size, steps):
     fifth."""
     stages, params, state = everything()
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
+        stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
     )
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -1855,7 +1826,7 @@ def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps
     """Train in this process, or on ranks; the losses of the steps, after loading and before
     saving."""
     split = fp.split(small_model(), stages)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
     with contextlib.ExitStack() as opened:
         ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
         params, state = (
@@ -1913,7 +1884,7 @@ def checkpointed(rank, size, path, what):
 def saved_apart(rank, size, path):
     """Each rank names a folder of its own."""
     split = fp.split(small_model(), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         fp.save(path / str(rank), split, params, state=split.state, ranks=ranks)
@@ -1923,7 +1894,7 @@ def forgotten_arguments(rank, size, what):
     """A step of torch's face to which the seed or the state was not given."""
     layer = {"seed": nn.Dropout(), "state": nn.BatchNorm1d(4)}[what]
     split = fp.split(nn.Sequential(layer, nn.Linear(4, 4)), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         schedule = ranks.schedule(fp.place(plan, split.params, ranks))
         x = torch.ones(4, 4)
@@ -1934,7 +1905,7 @@ def unfinished(rank, size, path):
     """A second save while one rank, or all, have not finished the first; what each raises, and what
     is there at the end."""
     split = fp.split(small_model(), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     said = []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -1964,7 +1935,7 @@ def beside_each_other(rank, size, path):
     each, and own paths."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     fresh = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
     said, steps = [], []
     with fp.ranks(plan, mesh, timeout=20.0) as ranks:
@@ -2016,17 +1987,17 @@ def sharded(rank, size, kind, rows):
     params[0]["odd"] = torch.ones(3, 2, dtype=torch.float64)  # cut in parts of 2 and 1
     params[1]["lone"] = torch.ones(1, dtype=torch.float64)  # the second has none of it
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    schedule = fp.schedules.interleaved(4, 4, num_devices=2)
+    schedule = S.interleaved(4, 4, num_devices=2)
     if kind == "compiled":
         stages = [fp.compile_stage(stage) for stage in stages]
-        schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
+        schedule = S.zero_bubble(4, 4, num_devices=2)
     if kind == "bfs":
-        schedule = fp.schedules.looped_bfs(4, 4, num_devices=2)
+        schedule = S.looped_bfs(4, 4, num_devices=2)
     if kind == "block":  # neighbours on a lane: stage and slot numbers meet
-        schedule = fp.schedules.one_f_one_b(4, 4, num_devices=2)
+        schedule = S.one_f_one_b(4, 4, num_devices=2)
     elif kind != "plain":
-        schedule = fp.schedules.gather_params(schedule, whole=1 if kind == "bfs" else None)
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.gather_params(schedule, whole=1 if kind == "bfs" else None)
+        schedule = S.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")], [(0, "odd"), (3, "odd")]] if kind == "tied" else []
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss, weight = (weighing, rows_that_count) if kind == "late" else (loss_with_aux, None)
@@ -2126,10 +2097,7 @@ def saved_parts(rank, size, path, what):
     whole = {"rows": (3, 4), "lone": (1, 2), "columns": (2, 5), "copied": (2, 2), "plain": (3,)}
     whole = {name: torch.randn(shape, generator=g) for name, shape in whole.items()}
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["plain"])],
-        fp.schedules.fill_drain(1, 1),
-        loss=F.mse_loss,
-        devices="cpu",
+        [fp.stage(lambda p, x: x * p["plain"])], S.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
     )
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
         over = {"rows": Shard(0), "lone": Shard(0), "columns": Shard(1), "copied": Replicate()}
@@ -2169,7 +2137,7 @@ def loaded_from_meta(rank, size, path):
     with torch.device("meta"):
         model = small_model()
     split = fp.split(model, 4)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
     whole = fp.load(path, fp.split(small_model(), 4)).params
     with fp.ranks(plan, mesh, dp="dp", lanes=[0, 0, 1, 1], timeout=20.0) as ranks:
         own = fp.place(plan, split.params, ranks, shard=True)
@@ -2197,9 +2165,7 @@ def failing_parts(rank, size, who):
             raise ValueError("before the second stage gathers")
         return x @ p["w"]
 
-    schedule = fp.schedules.gather_params(
-        fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0
-    )
+    schedule = S.gather_params(S.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0)
     plan = fp.make_plan(
         [fp.stage(body, name=f"{k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
     )
@@ -2224,7 +2190,7 @@ def failing_before(rank, size, what):
     of it at once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     stages = [fp.stage(lambda p, x: x @ p["w"], name=f"{k}") for k in range(2)]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     params = tuple({"w": torch.eye(4).requires_grad_()} for _ in range(2))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if what == "scaler" else None
@@ -2290,11 +2256,8 @@ def handed_on(rank, size):
         {"b": torch.randn(4, generator=g, dtype=torch.float64)},
         {"c": torch.randn(6, 4, generator=g, dtype=torch.float64)},
     )
-    schedule = fp.schedules.looped_bfs(3, 2, num_devices=1)
-    schedules_ = (
-        fp.schedules.gather_params(schedule, whole=1),
-        fp.schedules.gather_params(schedule.forwards(), whole=1),
-    )
+    schedule = S.looped_bfs(3, 2, num_devices=1)
+    schedules_ = (S.gather_params(schedule, whole=1), S.gather_params(schedule.forwards(), whole=1))
     x = torch.randn(4, 4, generator=g, dtype=torch.float64)
     wrong = []
     for each, loss in zip(schedules_, (F.mse_loss, None), strict=True):
@@ -2326,10 +2289,7 @@ def placed_differently(rank, size):
     """One replica has parts, the other all."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])],
-        fp.schedules.fill_drain(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
+        [fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
     )
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         placed = [
@@ -2354,8 +2314,8 @@ def memory_of_parts(rank, size):
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out = []
     for whole in (None, 1):
-        schedule = fp.schedules.looped_bfs(4, 4, num_devices=1)
-        schedule = fp.schedules.gather_params(schedule, whole=whole, ahead=0)
+        schedule = S.looped_bfs(4, 4, num_devices=1)
+        schedule = S.gather_params(schedule, whole=whole, ahead=0)
         plan = fp.make_plan(
             [fp.stage(layer, name=f"layer {k}") for k in range(4)],
             schedule,
@@ -2397,7 +2357,7 @@ def memory_of_sums(rank, size, shard):
             y.register_hook(look)
         return y
 
-    schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 1, num_devices=1))
+    schedule = S.reduce_grads(S.looped_bfs(4, 1, num_devices=1))
     stages = [fp.stage(partial(layer, stage=k), name=f"layer {k}") for k in range(4)]
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -2425,9 +2385,7 @@ def memory_of_casts(rank, size):
     stages = [
         fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)
     ]
-    schedule = fp.schedules.gather_params(
-        fp.schedules.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0
-    )
+    schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     with (
@@ -2478,9 +2436,9 @@ def tensor_parallel(rank, size, dims, shard):
             h = h.redistribute(placements=[Replicate()]).to_local()
         return h + p["shift"]
 
-    schedule = fp.schedules.looped_bfs(2, 4, num_devices=sizes["pp"])
+    schedule = S.looped_bfs(2, 4, num_devices=sizes["pp"])
     if dp:
-        schedule = fp.schedules.reduce_grads(schedule)
+        schedule = S.reduce_grads(schedule)
     stages = [fp.stage(block, name=f"block {k}") for k in range(2)]
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)
@@ -2539,10 +2497,7 @@ def hooked_parts(rank, size):
     """A hook on the gradient of one part, at one rank; without it the run goes well."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])],
-        fp.schedules.fill_drain(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
+        [fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
     )
     x = torch.ones(4, 4)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
@@ -2564,7 +2519,7 @@ def spread_wrongly(rank, size, what):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p["w"], name=f"{k}") for k in range(2)],
-        fp.schedules.one_f_one_b(2, 2),
+        S.one_f_one_b(2, 2),
         loss=F.mse_loss,
         devices="cpu",
     )
@@ -2605,9 +2560,9 @@ def sliced(rank, size, compiled):
     stages = [fp.compile_stage(stage) for stage in stages] if compiled else stages
     wrong = []
     for schedule in (
-        fp.schedules.one_f_one_b(4, 3, num_slices=3),
-        fp.schedules.remat(fp.schedules.interleaved(4, 3, num_devices=2, num_slices=2)),
-        fp.schedules.zero_bubble(4, 2, num_slices=4),
+        S.one_f_one_b(4, 3, num_slices=3),
+        S.remat(S.interleaved(4, 3, num_devices=2, num_slices=2)),
+        S.zero_bubble(4, 2, num_slices=4),
     ):
         if schedule.num_devices < size:
             continue
@@ -2633,10 +2588,7 @@ def carried(rank, size):
     stages, params = causal.chain(("attend", "recur", "point", "attend"))
     prefill, decode = (
         fp.make_plan(stages, schedule.forwards(), carry=True, devices="cpu")
-        for schedule in (
-            fp.schedules.one_f_one_b(4, 3, num_slices=2),
-            fp.schedules.one_f_one_b(4, 3),
-        )
+        for schedule in (S.one_f_one_b(4, 3, num_slices=2), S.one_f_one_b(4, 3))
     )
     plans, parts = [prefill] * 3 + [decode], causal.batch(7, 12)[0].split([4, 4, 3, 1], 1)
     wrong, outputs, carry = [], [], None
@@ -2670,9 +2622,7 @@ def other_lengths(rank, size):
     """The ranks of the first and the last stage have sequences of different lengths: all of them
     say so."""
     stages, params = causal.chain(("attend", "point"))
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
     x, target = causal.batch(4, 6)
     with fp.ranks(plan, timeout=30.0) as ranks:
         given = (x, None) if rank == 0 else (None, target[:, :5])
@@ -2686,7 +2636,7 @@ def other_lengths(rank, size):
 def observed(rank, size):
     """An observer sees the values of the stages that are here, and they are those of the oracle."""
     stages, params = causal.chain(("point", "point"))
-    schedule = fp.schedules.one_f_one_b(2, 4)
+    schedule = S.one_f_one_b(2, 4)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x, target = causal.batch(8, 6)
     wanted = record_values(plan, params, (x, target), executor="sequential")

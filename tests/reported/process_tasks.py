@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.processes.rank_lanes import Ranks
 from funcpipe._src.processes.rendezvous import listening
 
@@ -41,9 +42,7 @@ def told(job):
 
 
 def two_replicas(split, schedule=None):
-    plan = fp.make_plan(
-        split, schedule or fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(split, schedule or S.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     return plan, fp.ranks(
         plan, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), dp="dp", timeout=20.0
     )
@@ -60,10 +59,8 @@ def replicas_begin(rank, size, how, folder):
     if how == "buffers":
         model[1].running_mean += rank
     split = fp.split(model, 1)
-    schedule = fp.schedules.one_f_one_b(1, 2)
-    plan, made = two_replicas(
-        split, fp.schedules.gather_params(schedule) if how == "sharded" else schedule
-    )
+    schedule = S.one_f_one_b(1, 2)
+    plan, made = two_replicas(split, S.gather_params(schedule) if how == "sharded" else schedule)
     with made as ranks:
         params = fp.place(plan, split.params, ranks, shard=how == "sharded")
         state = fp.place(plan, split.state, ranks)
@@ -91,7 +88,7 @@ def tied_begin(rank, size, alike):
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = tuple(
             tree if stage in ranks.stages else None for stage, tree in enumerate(split.params)
@@ -132,7 +129,7 @@ def batches_differ(rank, size):
     """Run with batches that differ over two ranks, then with equal ones; say what each run gave,
     and how many tensors of batches were hashed after the first good run."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     x, y = rows(8)
     other = bool(rank)
     with fp.ranks(plan, timeout=30.0) as ranks:
@@ -145,10 +142,7 @@ def batches_differ(rank, size):
             run(ready(0.0), fp.Microbatches((y + other).split(2))),
             run(fp.Axis((x + other).T, 1), y),
         ]
-        right = [
-            run(None if other else x, y if other else None),
-            run(x, y),
-        ]
+        right = [run(None if other else x, y if other else None), run(x, y)]
         with mock.patch(
             "funcpipe._src.engine.prepare.digests_of_batch", side_effect=AssertionError
         ):
@@ -158,9 +152,7 @@ def batches_differ(rank, size):
 
 def unnamed_dimension(rank, size):
     """Collect the warnings of ranks of a mesh with two dimensions, and of one with three."""
-    plan = fp.make_plan(
-        fp.split(net(0), 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(fp.split(net(0), 2), S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     seen = []
@@ -212,7 +204,7 @@ def as_torch(rank, size, loss, scale_grads, steps):
         for n, layers in enumerate((net(0)[:2], net(0)[2:]))
     ]
     stages, params, _ = zip(*made, strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=LOSSES[loss], devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 3), loss=LOSSES[loss], devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         placed = fp.place(plan, params, ranks)
         ours, got = ranks.schedule(placed, scale_grads=scale_grads), []
@@ -232,7 +224,7 @@ def as_torch(rank, size, loss, scale_grads, steps):
 def losses_of_replicas(rank, size):
     """Return the losses that a schedule gives each of two replicas, and the losses of its rows."""
     split = fp.split(net(0), 1)
-    plan, made = two_replicas(split, fp.schedules.one_f_one_b(1, 3))
+    plan, made = two_replicas(split, S.one_f_one_b(1, 3))
     x, target = rows(9 if rank else 2)  # two rows: two microbatches
     with made as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -256,7 +248,7 @@ def fails_beside(rank, size):
         return x * p
 
     stages = [fp.stage(lambda p, x: x * p), fp.stage(second)]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     with fp.ranks(plan, mesh["pp"], timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
@@ -271,7 +263,7 @@ def fails_beside(rank, size):
 
 def multiplied(size=2):
     stages = [fp.stage(lambda p, x: x * p)] * size
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu")
+    return fp.make_plan(stages, S.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu")
 
 
 def never_runs(rank, size, before):
@@ -389,7 +381,7 @@ def boxes(rank, size):
         fp.stage(lambda p, x: Boxed(h=x * p)),
         fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed)),
     ]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
         x, target = rows(4)
@@ -403,7 +395,7 @@ def in_place_behind_a_border(rank, size, inplace):
         fp.stage(lambda p, x: (x @ p,) * 2),
         fp.stage(lambda p, pair: F.relu(pair[0], inplace=inplace) @ p + pair[1]),
     ]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     params = tuple(torch.eye(6) if stage == rank else None for stage in range(2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         return told(
@@ -416,7 +408,7 @@ def arguments_refused(rank, size, how):
     and go on: return each batch's loss or error, and the loss of the plain model."""
     model, heard = net(0), []
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         schedule = ranks.schedule(fp.place(plan, split.params, ranks))
         for number in range(5):
@@ -442,7 +434,7 @@ def clipped_otherwise(rank, size, values, scaled):
     the parameters stayed until then, and the greatest difference from the plain step."""
     model, error = net(0), None
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     x, target = rows(8)
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -474,7 +466,7 @@ def steps_of_bare_gradients(rank, size):
     """Give the gradients of one rank without their result, then with it. Then step a plan of this
     process alone, in which functions have None as parameters, while ranks are open."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
@@ -490,7 +482,7 @@ def steps_of_bare_gradients(rank, size):
         halved = replace(result, grads=tuple(halves))
         norms = [float(fp.global_norm(result)), 2 * float(fp.step(optimizer, params, halved))]
         stages = [fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: x.relu())]
-        small = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+        small = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
         alone = []
         for without in (None, ()):
             own = (torch.tensor(2.0, requires_grad=True), without)
@@ -505,7 +497,7 @@ def saves_on_one_rank(rank, size, folder):
     """Save on rank 0 only, and go on: return the error of this rank, and the losses of the runs
     after it on all ranks and of the plain model."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     x, target = rows(8)
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -557,7 +549,7 @@ def replicas_compute_otherwise(rank, size, what, alike):
     """Run two replicas, whose functions differ unless ``alike``: return the error or "ran"."""
     model, loss, options = replica_of(what, rank == 1 and not alike)
     split = fp.split(model, 2, **options)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     given = fp.make_plan(split, plan.schedule, loss=loss, devices="cpu")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
 
@@ -580,7 +572,7 @@ def ranks_have_placeholders(rank, size):
     own, other = fp.stage(lambda p, x: x * p, name="part"), fp.stage(elsewhere, name="part")
     stages = [own if stage == rank else other for stage in range(2)]
     loss = F.mse_loss if rank else F.l1_loss
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
         x, target = rows(4)

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 LAYOUTS = [torch.strided, torch.jagged]
 pytestmark = pytest.mark.filterwarnings(
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def forward_plan(*stages, microbatches=2):
-    schedule = fp.schedules.fill_drain(len(stages), microbatches, backward=False)
+    schedule = S.fill_drain(len(stages), microbatches, backward=False)
     return fp.make_plan(stages, schedule, devices="cpu", outputs=True)
 
 
@@ -51,9 +52,7 @@ def test_gives_a_nested_tensor(layout, wrap):
             (params,),
             fp.Microbatches([wrap(nested)] * 2 if wrap is not fp.Replicate else [nested] * 2),
         )
-    loss = fp.make_plan(
-        [stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu"
-    )
+    loss = fp.make_plan([stage], S.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
     if layout is torch.strided or wrap is fp.Replicate:
         with pytest.raises(fp.BatchError, match=r"target.* nested tensor"):
             fp.run(loss, (params,), (torch.randn(2, 4), wrap(nested)))
@@ -114,7 +113,7 @@ def test_packs_each_microbatch():
         return x[0].data
 
     plan = fp.make_plan(
-        [stage, data], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
+        [stage, data], S.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
     )
     outputs = fp.run(plan, (params, ()), fp.Microbatches(packed)).outputs
     torch.testing.assert_close(
@@ -157,9 +156,7 @@ def test_gives_a_sparse_tensor(kind):
         fp.run(forward_plan(stage), (params,), sparse)
     with pytest.raises(fp.BatchError, match="inputs is a sparse tensor"):
         fp.Pipe(nn.Sequential(layer), chunks=2)(sparse)
-    loss = fp.make_plan(
-        [stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu"
-    )
+    loss = fp.make_plan([stage], S.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
     with pytest.raises(fp.BatchError, match="target is a sparse tensor"):
         fp.run(loss, (params,), (dense, sparse))
 
@@ -184,7 +181,7 @@ def test_shares_a_sparse_tensor_or_cuts_it(kind, share):
     if share:
         cut = {"adjacency": fp.Replicate(sparse), "x": torch.cat([features, features])}
     plan = fp.make_plan(
-        [graph], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.square().mean(), devices="cpu"
+        [graph], S.fill_drain(1, 2), loss=lambda y, t: y.square().mean(), devices="cpu"
     )
     result = fp.run(plan, ({"w": weight},), (cut, None))
     expected = weight.clone().requires_grad_()

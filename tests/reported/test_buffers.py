@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 
 class Siamese(nn.Module):
@@ -48,9 +49,7 @@ def test_batch_norm_that_runs_twice_in_a_forward_is_updated_twice(how, momentum,
     else:
         split = fp.split(model, 2, example=(a, b))
         stages, params, state = split.stages, split.params, split.state
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 1), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(len(stages), 1), loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, tuple(params), ((a, b), torch.zeros(8, 2)), state=tuple(state))
     model(a, b)
     new = {name: value for tree in result.state for name, value in (tree or {}).items()}
@@ -72,7 +71,7 @@ def test_calls_of_several_microbatches_are_updates_by_all_rows():
             return self.norm(a) + self.norm(b)
 
     stage, params, state = fp.from_module(Twice())
-    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([stage], S.fill_drain(1, 4), loss=F.mse_loss, devices="cpu")
     new = fp.run(plan, (params,), ((a, b), torch.zeros(9, 4)), state=(state,)).state[0]
     norm(a)
     norm(b)
@@ -131,7 +130,7 @@ def test_counters_add_up_where_commit_says_so():
     model, x = Counts(), torch.randn(10, 4)
     commit = dict.fromkeys(("used", "tokens"), fp.models.sum_of_changes)
     split = fp.split(model, 2, example=x, commit=commit)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, split.params, (x, x), state=split.state)
     model(x)
     merged = split.merge(split.params, result.state)
@@ -162,13 +161,13 @@ def test_spectral_norm_is_traced_and_written_once():
     )
     x = torch.randn(8, 4)
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     with pytest.raises(
         fp.PlanError, match=r"Trace the model with fp.split\(model, ..., example=...\)"
     ):
         fp.run(plan, split.params, (x, x), state=split.state)
     split = fp.split(model, 2, example=x)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, split.params, (x, x), state=split.state)
     model(x)
     merged = split.merge(split.params, result.state)
@@ -203,8 +202,6 @@ def test_a_write_into_a_buffer_that_keeps_the_sum_of_its_bits_is_refused(name):
             return y
 
     stage, params, state = fp.from_module(Writes())
-    plan = fp.make_plan(
-        [stage], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu", outputs=True
-    )
+    plan = fp.make_plan([stage], S.fill_drain(1, 4, backward=False), devices="cpu", outputs=True)
     with pytest.raises(fp.PlanError, match=r"writes into its buffers \['queue'\]"):
         fp.run(plan, (params,), torch.ones(4, 4), state=(state,))

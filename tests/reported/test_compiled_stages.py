@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 ORDERS = "0F0 0F1 0F2 1F0 1F1 1F2 1I0 1I1 1I2 1W2 1W1 1W0 0I2 0I0 0I1 0W1 0W2 0W0"
 
@@ -67,7 +68,7 @@ def test_gradients_of_negative_zero_keep_their_sign(compiled, check):
     stage = fp.stage(signs)
     stage = fp.compile_stage(stage, fuse=False) if compiled else stage
     plan = fp.make_plan(
-        [stage], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.sum() / len(y), devices="cpu"
+        [stage], S.one_f_one_b(1, 2), loss=lambda y, t: y.sum() / len(y), devices="cpu"
     )
     params = {
         "s": torch.ones(1, 3, dtype=torch.float64),
@@ -87,7 +88,7 @@ def test_a_check_of_numbers_leaves_the_sign_of_a_sum_that_begins_late():
 
     plan = fp.make_plan(
         [fp.stage(late)],
-        fp.schedules.one_f_one_b(1, 2),
+        S.one_f_one_b(1, 2),
         loss=lambda y, t: (y * t).sum() / len(y),
         devices="cpu",
     )
@@ -221,10 +222,7 @@ def test_a_compiled_stage_reads_today_s_numbers(name):
     params, x = (torch.full((3,), 2.0),), torch.randn(4, 3)
     stage = fp.stage(fn)
     made = [stage, fp.compile_stage(stage)]
-    plans = [
-        fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
-        for one in made
-    ]
+    plans = [fp.make_plan([one], S.one_f_one_b(1, 2), loss=loss, devices="cpu") for one in made]
     for value in (1.0, 4.0, 0.5, 1.0):
         put(value)
         eager, compiled = [fp.run(plan, params, (x, x + 1)) for plan in plans]
@@ -258,7 +256,7 @@ def test_a_name_gets_another_class_function_or_module_of_torch(kind):
     stage = fp.compile_stage(fp.stage(fn))
     x = torch.randn(4, 3)
     ACT = values[0]
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=mean, devices="cpu")
     for value in (*values, values[0]):
         ACT = value
         expected = mean(fn(torch.full((3,), 2.0), x), None)
@@ -271,7 +269,7 @@ def test_a_name_gets_another_class_function_or_module_of_torch(kind):
 def test_a_step_that_changes_nothing_traces_nothing():
     annealed.count = 0
     stage = fp.compile_stage(fp.stage(plain))
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=annealed, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=annealed, devices="cpu")
     for step in range(3):
         annealed.count, annealed.part.gain = (
             step,
@@ -283,7 +281,7 @@ def test_a_step_that_changes_nothing_traces_nothing():
 
 def test_a_number_that_changes_each_step_is_named_once():
     stage = fp.compile_stage(fp.stage(plain))
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=annealed, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=annealed, devices="cpu")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for step in range(6):
@@ -303,7 +301,7 @@ calls = []
 
 def test_a_list_that_a_stage_fills_is_no_number():
     stage = fp.compile_stage(fp.stage(log))
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=mean, devices="cpu")
     for _ in range(3):
         calls.append(2)
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), None))
@@ -336,7 +334,7 @@ def test_draws_that_are_not_torch_s_are_refused(name, in_loss):
     fn = DRAWS[name]
     stage = fp.compile_stage(fp.stage(plain if in_loss else fn, name="drawing"))
     loss = (lambda y, t: fn(1.0, y).mean()) if in_loss else mean
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=loss, devices="cpu")
     with pytest.raises(
         fp.TraceError,
         match="'drawing' cannot be compiled: it does something else in its second call",
@@ -352,5 +350,5 @@ def test_draws_of_another_thread_are_no_draws_of_the_stage(monkeypatch):
         lambda: {"numpy.random": str(next(states))},
     )
     stage = fp.compile_stage(fp.stage(plain))
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=mean, devices="cpu")
     fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), None))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.cli.words import as_cost
 
 
@@ -38,7 +39,7 @@ def test_a_backward_and_its_halves(given, want):
     groups."""
     cost = fp.Cost(**given)
     assert halves(cost) == want
-    assert fp.schedules.from_json(fp.schedules.to_json(cost)) == cost
+    assert S.from_json(S.to_json(cost)) == cost
     if not any(isinstance(value, list) for value in given.values()):
         words = ",".join(f"{name}={value}" for name, value in {"forward": 1, **given}.items())
         assert halves(as_cost(words)) == want
@@ -69,7 +70,7 @@ def test_split_schedules_take_as_long_as_the_backward_says():
     """In a simulation, a search and a plan for a model."""
     cost = fp.Cost(forward=1, backward=3)
     explicit = fp.Cost(1, 1.5, 1.5)
-    schedule = fp.schedules.zero_bubble(4, 8)
+    schedule = S.zero_bubble(4, 8)
     assert fp.simulate(schedule, cost).makespan == fp.simulate(schedule, explicit).makespan == 36.5
     found = fp.search(
         fp.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]), num_devices=4, num_microbatches=8
@@ -103,7 +104,7 @@ def summed(p, x, *, carry):
 
 
 def plan_of(slices):
-    schedule = fp.schedules.one_f_one_b(2, 2, num_slices=2)
+    schedule = S.one_f_one_b(2, 2, num_slices=2)
     return fp.make_plan([summed, summed], schedule, loss=F.mse_loss, devices="cpu", slices=slices)
 
 
@@ -142,6 +143,6 @@ def test_measured_slices_take_their_times():
     assert times[0] / times[1] == pytest.approx(cost.slice_times[0] / cost.slice_times[1])
     assert fp.simulate(plan, cost).makespan > 0
     assert fp.report(plan, result).simulated.makespan > 0
-    assert fp.schedules.from_json(fp.schedules.to_json(cost)) == cost
+    assert S.from_json(S.to_json(cost)) == cost
     with pytest.raises(fp.ScheduleError, match="the times of 3 slices, and a microbatch has 2"):
         fp.simulate(plan, fp.Cost(slice_times=(1, 1, 1)))

@@ -10,6 +10,7 @@ from common import same
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 
 class Block(nn.Module):
@@ -118,7 +119,7 @@ def tokens():
 
 def outputs(split, batch):
     plan = fp.make_plan(
-        split, fp.schedules.fill_drain(len(split), 2, backward=False), devices="cpu", outputs=True
+        split, S.fill_drain(len(split), 2, backward=False), devices="cpu", outputs=True
     )
     return fp.run(plan, split.params, batch, state=split.state).outputs
 
@@ -211,7 +212,7 @@ def test_hooks_of_a_block_run_once_wherever_the_cut_is(kind, number):
     split = fp.split(model, 2)
     loss = lambda y, t: F.cross_entropy(y.transpose(1, 2), t)
     result = fp.run(
-        fp.make_plan(split, fp.schedules.one_f_one_b(2, 1), loss=loss, devices="cpu"),
+        fp.make_plan(split, S.one_f_one_b(2, 1), loss=loss, devices="cpu"),
         split.params,
         (batch, batch),
     )
@@ -225,7 +226,7 @@ def test_hooks_of_all_modules_run_once_in_a_run(place):
     model, batch, calls = Decoder(), tokens(), []
     model.get_submodule(place).register_forward_hook(lambda m, a, y: calls.append(1))
     split = fp.split(model, 4)
-    plan = fp.make_plan(split, fp.schedules.fill_drain(4, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(split, S.fill_drain(4, 1, backward=False), devices="cpu")
     for _ in range(2):
         fp.run(plan, split.params, batch)
     assert 2 == len(calls)
@@ -279,7 +280,7 @@ def test_features_collected_over_blocks_are_refused_whether_called_before_or_not
         with torch.no_grad():
             model(batch)
     split = fp.split(model, 2)
-    schedule = fp.schedules.one_f_one_b(2, 2)
+    schedule = S.one_f_one_b(2, 2)
     plan = fp.make_plan(
         split,
         schedule if train else schedule.forwards(),
@@ -309,7 +310,7 @@ def test_transformers_that_collect_features_are_refused_alike(stages, called):
         with torch.no_grad():
             model(**batch)
     split = fp.split(model, stages)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 3), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(stages, 3), devices="cpu")
     with pytest.raises(fp.PlanError, match=r"pass on beside their output|which another stage has"):
         fp.run(plan, split.params, (batch, None), state=split.state)
 
@@ -363,7 +364,7 @@ def test_modules_called_in_one_expression(kind):
     found = fp.models.find_layers(model)
     assert (("embed",), {"norm", "head"}) == (found.entry, set(found.exit))
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     torch.testing.assert_close(
         fp.run(plan, split.params, (x, y)).loss, F.mse_loss(model(x.clone()), y).detach()
     )
@@ -438,6 +439,6 @@ def test_cut_models_compile_and_keep_their_bits():
     loss = lambda y, t: F.cross_entropy(y.transpose(1, 2), t)
     results = []
     for stages in (split.stages, [fp.compile_stage(stage, fuse=False) for stage in split.stages]):
-        plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, devices="cpu")
+        plan = fp.make_plan(stages, S.zero_bubble(2, 2), loss=loss, devices="cpu")
         results.append(fp.run(plan, split.params, (batch, batch)))
     assert same((results[0].loss, results[0].grads), (results[1].loss, results[1].grads))

@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.stages.global_draws import Recomputations
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
-ONE_F_ONE_B = fp.schedules.one_f_one_b(2, 4)
-SCHEDULES = [ONE_F_ONE_B, fp.schedules.zero_bubble(2, 4), fp.schedules.remat(ONE_F_ONE_B)]
+ONE_F_ONE_B = S.one_f_one_b(2, 4)
+SCHEDULES = [ONE_F_ONE_B, S.zero_bubble(2, 4), S.remat(ONE_F_ONE_B)]
 
 
 def plan_of(function, schedule=ONE_F_ONE_B, compiled=None):
@@ -68,7 +69,7 @@ DRAWS = {
 def test_numpy_draws_that_a_recomputation_would_draw_anew(draw, executor):
     """With remat every run raises with the stage's number; without remat Python's order holds."""
     masked = lambda p, x: ((x @ p["w"]) * draw(x)) ** 2
-    plan, kept = plan_of(masked, fp.schedules.remat(ONE_F_ONE_B)), plan_of(masked)
+    plan, kept = plan_of(masked, S.remat(ONE_F_ONE_B)), plan_of(masked)
     for _ in range(3):
         np.random.seed(0)
         random.seed(0)
@@ -115,7 +116,7 @@ def test_seeded_numpy_draws():
         return ((x @ p["w"]) * numpy_mask(x)) ** 2
 
     assert same(
-        gradients(plan_of(masked, fp.schedules.remat(ONE_F_ONE_B)), executor="serial"),
+        gradients(plan_of(masked, S.remat(ONE_F_ONE_B)), executor="serial"),
         gradients(plan_of(masked), executor="serial"),
     )
 
@@ -140,7 +141,7 @@ def test_a_data_loader_that_draws_meanwhile(hidden):
     thread.start()
     try:
         for executor in ("serial", "threads"):
-            again = gradients(plan_of(function, fp.schedules.remat(ONE_F_ONE_B)), executor=executor)
+            again = gradients(plan_of(function, S.remat(ONE_F_ONE_B)), executor=executor)
             kept = gradients(plan_of(function), executor=executor)
             assert all(
                 torch.equal(a.nan_to_num(), b.nan_to_num())

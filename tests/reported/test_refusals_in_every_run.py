@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 
 def plan_of(stages, loss=F.mse_loss, microbatches=2, **options):
-    schedule = fp.schedules.one_f_one_b(len(stages), microbatches)
+    schedule = S.one_f_one_b(len(stages), microbatches)
     return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
 
 
@@ -211,7 +212,7 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
         return y
 
     first = fp.stage(lambda p, x: torch.tanh(x @ p))
-    for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.fill_drain(2, 4)):
+    for schedule in (S.one_f_one_b(2, 4), S.fill_drain(2, 4)):
         kept.clear()
         plan = fp.make_plan([first, fp.stage(remembers)], schedule, loss=F.mse_loss, devices="cpu")
         params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
@@ -222,7 +223,7 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
                 fp.run(plan, params, (x, x), trainable=True)
 
 
-@pytest.mark.parametrize("family", [fp.schedules.fill_drain, fp.schedules.one_f_one_b])
+@pytest.mark.parametrize("family", [S.fill_drain, S.one_f_one_b])
 def test_a_tensor_that_is_rewritten_after_it_was_handed_on_is_refused(family):
     """The stage keeps a mask; in a lane by itself the next microbatch always comes first."""
     mask = torch.zeros(3, 4)
@@ -244,7 +245,7 @@ def test_a_table_that_is_handed_on_unchanged_is_fine():
         fp.stage(lambda p, x: (x @ p, table)),
         fp.stage(lambda p, pair: (pair[0] * pair[1].mul_(2)) @ p),
     ]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
     params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
     torch.testing.assert_close(
         fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x)
@@ -336,7 +337,7 @@ def test_a_stage_that_puts_other_values_into_its_params(change, refused_in):
 
     params = ({"w": torch.eye(2), "b": torch.zeros(2)},)
     x = torch.ones(8, 2)
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
     for number in range(1, refused_in):  # noqa: B007
         fp.run(plan, params, (x, x), trainable=True)
     number = refused_in

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 
 class Settings:
@@ -104,7 +105,7 @@ def stages_of(how, model):
 def test_changes_an_attribute_after_stages_were_made(how, words):
     model = new_model()
     stages, params = stages_of(how, model)
-    schedule = fp.schedules.one_f_one_b(len(stages), 2)
+    schedule = S.one_f_one_b(len(stages), 2)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     batch = torch.randn(8, 4), torch.randn(8, 4)
     fp.run(plan, params, batch, seed=0)
@@ -154,9 +155,7 @@ REPLACED = {
 def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
     model = new_model()
     stages, params = stages_of(how, model)
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
     batch = torch.randn(8, 4), torch.randn(8, 4)
     replace(model)
     for call in (
@@ -179,9 +178,7 @@ def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
 def test_sets_an_attribute_back():
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
-    )
+    plan = fp.make_plan(stages, S.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
     before = fp.run(plan, params, torch.ones(4, 4)).outputs
     model[0].temperature = 0.1
     model[0].temperature = 1
@@ -220,7 +217,7 @@ def test_words_that_a_forward_may_write_are_compared(change, words):
     """They name what is merged. Values that the forward keeps are not compared."""
     model = nn.Sequential(Adapted(), nn.Linear(4, 4))
     split = fp.split(model, 2)
-    schedule = fp.schedules.fill_drain(2, 2, backward=False)
+    schedule = S.fill_drain(2, 2, backward=False)
     plan = fp.make_plan(split, schedule, devices="cpu")
     fp.run(plan, split.params, torch.ones(4, 4))
     model(torch.ones(4, 4))
@@ -235,7 +232,7 @@ def test_an_equal_list_in_place_of_a_list_is_no_change():
     model = new_model()
     model[0].scales = [1.0, 2.0]
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
     x = torch.ones(4, 4)
     model[0].scales = [1.0, 2.0]
     fp.run(plan, split.params, (x, x), seed=0)
@@ -251,7 +248,7 @@ def test_a_layer_is_named_by_its_path_in_the_model():
     model[0].helper = inner[0].forward
     stages, params, _ = fp.from_module(model)
     inner[0].temperature = 0.1
-    plan = fp.make_plan([stages], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan([stages], S.fill_drain(1, 1, backward=False), devices="cpu")
     with pytest.raises(fp.PlanError, match=r"\* 1\.0\.temperature was 1.0, is 0.1$"):
         fp.run(plan, (params,), torch.ones(4, 4), seed=0)
 
@@ -261,9 +258,7 @@ def test_what_changes_no_stage_is_nobodys_affair():
     model's end."""
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
-    )
+    plan = fp.make_plan(stages, S.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
     x = torch.ones(4, 4)
     before = fp.run(plan, params, x).outputs
     params = [{name: leaf.detach().clone() for name, leaf in tree.items()} for tree in params]
@@ -374,14 +369,12 @@ def test_patches_a_method_of_a_layer(patch, way):
         stage, _, _ = fp.from_module(model)
         stages, params = [stage], (other,)
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True
+        stages, S.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True
     )
     outputs = fp.run(plan, params, x).outputs
     model.load_state_dict(other)
     torch.testing.assert_close(outputs, model(x).detach())
-    trains = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu"
-    )
+    trains = fp.make_plan(stages, S.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
     grads = fp.run(trains, params, (x, x)).grads
     F.mse_loss(model(x), x).backward()
     torch.testing.assert_close(grads[-1]["1.weight"], model[1].weight.grad)
@@ -393,7 +386,7 @@ def test_compiles_the_forward_of_a_batch_norm():
     plain = copy.deepcopy(model)
     compiled(model[1])
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 1), loss=F.mse_loss, devices="cpu")
     x = torch.randn(8, 4)
     result = fp.run(plan, split.params, (x, x), state=split.state)
     plain(x)
@@ -536,7 +529,7 @@ def trained(kind, runs=3):
     model = kind()
     plain = copy.deepcopy(model)
     stage, params, _ = fp.from_module(model)
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     optimizer, reference = (
         torch.optim.SGD(fp.leaves(params), 0.5),
         torch.optim.SGD(plain.parameters(), 0.5),
@@ -597,7 +590,7 @@ def test_a_default_of_a_class_that_gets_a_value():
     """The object had no attributes of its own when the stages were made."""
     model = nn.Sequential(nn.Linear(4, 4), ScaledByDefault())
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(split, S.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
     x = torch.randn(4, 4)
     fp.run(plan, split.params, (x, x))
     model[1].settings.alpha = 3.0

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 PACKAGE = str(Path(fp.__file__).parent)
 
@@ -35,7 +36,7 @@ def test_a_failure_shows_the_users_frames_and_hides_the_librarys(run, executor):
     stages, params, _ = zip(
         *(fp.from_module(module) for module in (nn.Linear(4, 4), Fails())), strict=True
     )
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     options = {"executor": executor} if run is fp.run else {}
     x = torch.randn(8, 4)
     with pytest.raises(fp.StageError) as caught:
@@ -51,7 +52,7 @@ def test_a_failure_shows_the_users_frames_and_hides_the_librarys(run, executor):
 def test_every_frame_is_there_on_demand(monkeypatch):
     monkeypatch.setenv("FUNCPIPE_TRACEBACKS", "full")
     stage, params, _ = fp.from_module(Fails())
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan([stage], S.one_f_one_b(1, 1), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.StageError) as caught:
         fp.run(plan, (params,), (torch.ones(2, 4),) * 2)
     assert caught.value.__cause__ is not None
@@ -112,7 +113,7 @@ def test_a_padding_mask_that_makes_nested_tensors_is_refused_by_name():
     for options in ({}, {"enable_nested_tensor": False}):
         model = Encoder(**options)
         split = fp.split(model, 2)
-        schedule = fp.schedules.one_f_one_b(2, 3)
+        schedule = S.one_f_one_b(2, 3)
         plan = fp.make_plan(split, schedule, loss=F.cross_entropy, devices="cpu")
         fp.run(plan, split.params, ({"x": x, "mask": mask}, torch.zeros(6, dtype=torch.long)))
         model.eval()
@@ -140,7 +141,7 @@ def test_a_module_that_runs_twice_beside_a_tie_is_traced():
     F.mse_loss(model(x), y).backward()
     split = fp.split(model, 3, example=x)
     result = fp.run(
-        fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), loss=F.mse_loss, devices="cpu"),
+        fp.make_plan(split, S.one_f_one_b(3, 2), loss=F.mse_loss, devices="cpu"),
         split.params,
         (x, y),
     )
@@ -162,7 +163,7 @@ def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
     tokens = torch.randint(0, 50, (6, 8))
     batch = {"input_ids": tokens, "labels": tokens}
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 3), devices="cpu")
     for _ in range(2):
         model.zero_grad()
         loss = model(**batch).loss
@@ -187,6 +188,6 @@ def test_packed_rows_are_those_of_the_call_without_a_cache(traced):
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
     example = {name: value[:4] for name, value in batch.items()}
     split = fp.split(model, 2, **({"example": example} if traced else {}))
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 3), devices="cpu")
     result = fp.run(plan, split.params, (batch, None), state=split.state)
     torch.testing.assert_close(result.loss, model(**batch, use_cache=False).loss.detach())

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
 SAY_IT = r"make_plan\(weight=target -> number\)"
 
@@ -27,9 +28,7 @@ def tokens():
 def run(model, loss, batch, *, microbatches=4, compiled=False, **options):
     split = fp.split(model, 2)
     stages = [fp.compile_stage(stage) for stage in split.stages] if compiled else split.stages
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, microbatches), loss=loss, devices="cpu", **options
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(2, microbatches), loss=loss, devices="cpu", **options)
     return fp.run(plan, split.params, batch, state=split.state)
 
 
@@ -161,7 +160,7 @@ def test_a_models_own_loss_over_padded_labels_is_refused(traced):
     split = fp.split(
         model, 2, **({"example": {"tokens": x[:4], "answers": x[:4]}} if traced else {})
     )
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), devices="cpu")
     with pytest.raises(fp.BatchError, match="leaves out targets of 0"):
         fp.run(plan, split.params, (given, None))
     right = fp.run(plan, split.params, ({"tokens": x, "answers": x}, None))
@@ -180,7 +179,7 @@ def test_question_answering_with_positions_outside_is_refused():
         "end_positions": torch.tensor([2, 8, 8, 5, 1, 6]),
     }
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 3), devices="cpu")
     with pytest.raises(fp.BatchError, match="leaves out targets of 8"):
         fp.run(plan, split.params, (batch, None), state=split.state)
     inside = {name: value.clamp(max=7) for name, value in batch.items()}
@@ -306,7 +305,7 @@ def test_a_loss_inside_the_model_that_is_no_mean_over_rows_is_refused(name, trac
         for layer in model.layers:
             del layer[1:]
     split = fp.split(model, 2, example=(x[:4], t[:4]) if traced else None)
-    schedule = fp.schedules.one_f_one_b(2, 4)
+    schedule = S.one_f_one_b(2, 4)
     plan = fp.make_plan(split, schedule, devices="cpu")
     with pytest.raises(fp.BatchError, match=message) as caught:
         fp.run(plan, split.params, ((x, t), None), state=split.state, seed=0)
@@ -330,7 +329,7 @@ def test_a_loss_inside_the_model_that_is_no_mean_over_rows_is_refused(name, trac
 def test_a_mean_inside_a_model_with_norms_and_dropout_runs(traced):
     x, t = torch.randn(12, 6), torch.randn(12, 6)
     split = fp.split(Encoder(F.mse_loss), 2, example=(x[:4], t[:4]) if traced else None)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 4), devices="cpu")
     result = fp.run(plan, split.params, ((x, t), None), state=split.state, seed=0)
     torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
 
@@ -362,6 +361,6 @@ def test_a_number_of_rows_in_the_output_is_no_constant():
     def mean(output, target):
         return (output["y"] - target).square().sum() / output["rows"]
 
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), loss=mean, devices="cpu")
+    plan = fp.make_plan(split, S.one_f_one_b(2, 3), loss=mean, devices="cpu")
     result = fp.run(plan, split.params, ((x, t), t))
     torch.testing.assert_close(result.loss, mean(model(x, t), t).detach())

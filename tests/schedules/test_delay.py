@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 import funcpipe as fp
 from funcpipe import Kind
+from funcpipe import schedules as S
 
 
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
 def test_every_backward_is_split_and_legal(schedule, group):
     """The same forwards, each I where the backward was, each W after it; legal as before."""
-    delayed = fp.schedules.delay(schedule, group=group)
-    fp.schedules.check(delayed)
+    delayed = S.delay(schedule, group=group)
+    S.check(delayed)
     for before, after in zip(schedule.orders, delayed.orders, strict=True):
         chain = [
             (a.kind is Kind.F, a.stage, a.microbatch)
@@ -30,9 +31,7 @@ def test_every_backward_is_split_and_legal(schedule, group):
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4))
 def test_groups_stand_together(stages, microbatches, group):
     """So many W of a stage in a row, but for the last."""
-    for order in fp.schedules.delay(
-        fp.schedules.one_f_one_b(stages, microbatches), group=group
-    ).orders:
+    for order in S.delay(S.one_f_one_b(stages, microbatches), group=group).orders:
         runs, length = [], 0
         for action in (*order, None):
             if action is not None and action.kind is Kind.W:
@@ -46,20 +45,20 @@ def test_groups_stand_together(stages, microbatches, group):
 
 def test_splitting_fills_the_bubble():
     """I goes back at once, so a stage waits for less than with whole backwards."""
-    base = fp.schedules.one_f_one_b(4, 8)
+    base = S.one_f_one_b(4, 8)
     cost = fp.Cost(backward=2)
-    assert fp.simulate(fp.schedules.delay(base), cost).makespan < fp.simulate(base, cost).makespan
+    assert fp.simulate(S.delay(base), cost).makespan < fp.simulate(base, cost).makespan
 
 
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
         ("1F1B", {}, "takes a schedule"),
-        (fp.schedules.one_f_one_b(2, 2), {"group": 0}, "at least 1"),
-        (fp.schedules.one_f_one_b(2, 2), {"group": True}, "at least 1"),
-        (fp.schedules.fill_drain(2, 2, backward=False), {}, "no backwards"),
+        (S.one_f_one_b(2, 2), {"group": 0}, "at least 1"),
+        (S.one_f_one_b(2, 2), {"group": True}, "at least 1"),
+        (S.fill_drain(2, 2, backward=False), {}, "no backwards"),
     ],
 )
 def test_what_is_refused(schedule, options, message):
     with pytest.raises(fp.ScheduleError, match=message):
-        fp.schedules.delay(schedule, **options)
+        S.delay(schedule, **options)

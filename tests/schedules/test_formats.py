@@ -14,23 +14,24 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
+from funcpipe import schedules as S
 
-V_SHAPES = (fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min, fp.schedules.dualpipe_v)
+V_SHAPES = (S.zbv, S.v_half, S.v_min, S.dualpipe_v)
 FAMILIES = (
-    fp.schedules.fill_drain,
-    fp.schedules.one_f_one_b,
-    fp.schedules.eager_one_f_one_b,
-    fp.schedules.looped_bfs,
-    fp.schedules.interleaved,
-    fp.schedules.zero_bubble,
-    fp.schedules.zb_h2,
+    S.fill_drain,
+    S.one_f_one_b,
+    S.eager_one_f_one_b,
+    S.looped_bfs,
+    S.interleaved,
+    S.zero_bubble,
+    S.zb_h2,
 )
 HEAD = {"funcpipe": "schedule", "version": 1}
 
 
 def refused(text: Any) -> str:
     with pytest.raises(fp.ScheduleError) as caught:
-        fp.schedules.from_json(text)
+        S.from_json(text)
     return str(caught.value)
 
 
@@ -39,8 +40,8 @@ def refused(text: Any) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES + V_SHAPES)
 def test_a_schedule_comes_back_with_its_name(family):
-    for schedule in (family(4, 5), fp.schedules.remat(family(4, 5, num_devices=2))):
-        found = fp.schedules.from_json(fp.schedules.to_json(schedule))
+    for schedule in (family(4, 5), S.remat(family(4, 5, num_devices=2))):
+        found = S.from_json(S.to_json(schedule))
         assert schedule == found
         assert schedule.name == found.name
         assert all(type(action) is fp.Action for order in found.orders for action in order)
@@ -55,7 +56,7 @@ def test_a_schedule_comes_back_with_its_name(family):
     ],
 )
 def test_a_cost_comes_back(cost):
-    assert cost == fp.schedules.from_json(fp.schedules.to_json(cost))
+    assert cost == S.from_json(S.to_json(cost))
 
 
 @given(
@@ -83,15 +84,15 @@ def test_any_json_is_read_or_refused(data, kind):
         {**data, "funcpipe": kind, "version": 1} if isinstance(data, dict) else [data],
     ):
         try:
-            found = fp.schedules.from_json(json.dumps(one))
+            found = S.from_json(json.dumps(one))
         except fp.ScheduleError:
             continue
-        assert found == fp.schedules.from_json(fp.schedules.to_json(found))
+        assert found == S.from_json(S.to_json(found))
 
 
 def test_devices_stand_on_lines():
     """A file in a repository shows a change in one device as one line."""
-    lines = fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)).split("\n")
+    lines = S.to_json(S.one_f_one_b(2, 2)).split("\n")
     assert '  "0F0 0F1 0B0 0B1",' in lines
     assert '  "1F0 1B0 1F1 1B1"' in lines
 
@@ -201,48 +202,44 @@ def test_all_faults_at_once_but_not_a_book():
 def test_illegal_schedules_are_read_and_refused_where_they_would_run():
     """As with the text form: `check` is what knows, with every fault and the picture of who
     waits."""
-    found = fp.schedules.from_json(
-        json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]})
-    )
+    found = S.from_json(json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]}))
     with pytest.raises(fp.ScheduleError, match="stage 2 is missing"):
         fp.simulate(found)
-    ahead = fp.schedules.from_json(json.dumps({**HEAD, "orders": ["0F999999", "999999F0"]}))
+    ahead = S.from_json(json.dumps({**HEAD, "orders": ["0F999999", "999999F0"]}))
     with pytest.raises(fp.ScheduleError, match="is missing"):
-        fp.schedules.check(ahead)
+        S.check(ahead)
 
 
 @pytest.mark.slow
 def test_a_million_actions():
     """Fault row 21: written and read in seconds."""
-    schedule = fp.schedules.zero_bubble(64, 5210, num_devices=64)
+    schedule = S.zero_bubble(64, 5210, num_devices=64)
     assert sum(map(len, schedule.orders)) > 10**6
-    assert schedule == fp.schedules.from_json(fp.schedules.to_json(schedule))
+    assert schedule == S.from_json(S.to_json(schedule))
 
 
 @pytest.mark.parametrize("thing", [3, None, "0F0", fp.Timeline((), 1)])
 def test_what_cannot_be_written(thing):
     with pytest.raises(fp.ScheduleError, match="takes a Schedule or a Cost"):
-        fp.schedules.to_json(thing)
+        S.to_json(thing)
 
 
 def test_a_plan_is_refused_with_its_schedule():
     plan = fp.make_plan(
-        [fp.stage(lambda params, x: x)],
-        fp.schedules.fill_drain(1, 1, backward=False),
-        devices="cpu",
+        [fp.stage(lambda params, x: x)], S.fill_drain(1, 1, backward=False), devices="cpu"
     )
     with pytest.raises(fp.ScheduleError, match=r"fp\.schedules\.to_json\(plan\.schedule\)"):
-        fp.schedules.to_json(plan)
+        S.to_json(plan)
 
 
 def test_what_would_not_be_read_is_not_written():
     bad = fp.Schedule(((fp.Action(fp.Kind.F, -1, 0),),))
     with pytest.raises(fp.ScheduleError, match="'-1F0' is not an action"):
-        fp.schedules.to_json(bad)
+        S.to_json(bad)
     with pytest.raises(fp.ScheduleError, match="has no JSON"):
-        fp.schedules.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), b"a"))  # pyright: ignore
+        S.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), b"a"))  # pyright: ignore
     with pytest.raises(fp.ScheduleError, match="letters that print"):
-        fp.schedules.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), "a\nb"))
+        S.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), "a\nb"))
 
 
 # torch's CSV, by torch's own loader
@@ -275,7 +272,7 @@ CASES = [
     (family, stages, microbatches, devices)
     for family in FAMILIES
     for stages, microbatches, devices in [(2, 3, 2), (4, 5, 2), (6, 6, 3), (4, 8, 4)]
-] + [(fp.schedules.one_f_one_b, 3, 4, 2)]
+] + [(S.one_f_one_b, 3, 4, 2)]
 CASES += [
     (family, 2 * devices, count, devices)
     for family in V_SHAPES
@@ -288,16 +285,16 @@ def test_torch_loads_ours_and_adds_its_messages(family, stages, microbatches, de
     """The loader validates, lowers to sends and receives, and finds the order that we wrote."""
     schedule = family(stages, microbatches, num_devices=devices)
     file = tmp_path / "ours.csv"
-    file.write_text(fp.schedules.to_torch_csv(schedule))
+    file.write_text(S.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file), format="compute_only")
     rows = [",".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
-    assert fp.schedules.to_torch_csv(schedule).split() == rows
+    assert S.to_torch_csv(schedule).split() == rows
     assert dict(enumerate(schedule.device_of)) == runtime.stage_index_to_group_rank
     lowered = runtime.pipeline_order_with_comms
     assert devices == 1 or any("SEND_F" in str(action) for action in lowered[0])
     runtime._dump_csv(str(file), format="compute_only")
-    assert schedule == fp.schedules.from_torch_csv(file.read_text())
+    assert schedule == S.from_torch_csv(file.read_text())
 
 
 @pytest.mark.parametrize(
@@ -322,11 +319,11 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
     file = tmp_path / "theirs.csv"
     theirs.PipelineScheduleMulti._dump_csv(made, str(file))
     text = file.read_text()
-    schedule = fp.schedules.from_torch_csv(text, name=name)
-    fp.schedules.check(schedule)
+    schedule = S.from_torch_csv(text, name=name)
+    S.check(schedule)
     assert ("OVERLAP_F_B" in text) == bool(schedule.pairs)
     assert [cell for cell in re.split("[,\n]", text) if cell] == re.split(
-        "[,\n]", fp.schedules.to_torch_csv(schedule)
+        "[,\n]", S.to_torch_csv(schedule)
     )[:-1]
     assert (chunks * devices, count, devices) == (
         schedule.num_stages,
@@ -334,7 +331,7 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
         schedule.num_devices,
     )
     assert ("OVERLAP_F_B" in text) == (name == "ScheduleDualPipeV")
-    file.write_text(fp.schedules.to_torch_csv(schedule))
+    file.write_text(S.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
     runtime._load_csv(str(file))
     assert dict(enumerate(schedule.device_of)) == runtime.stage_index_to_group_rank
@@ -342,18 +339,18 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
 
 def test_what_torch_cannot_run_is_refused_with_the_reason():
     cases = {
-        "no backwards": fp.schedules.fill_drain(2, 2, backward=False),
-        "torch's schedules have no remat": fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)),
+        "no backwards": S.fill_drain(2, 2, backward=False),
+        "torch's schedules have no remat": S.remat(S.one_f_one_b(2, 2)),
         "is missing": fp.Schedule.parse("0F0 0B0\n1F0"),
     }
     for says, schedule in cases.items():
         with pytest.raises(fp.ScheduleError, match=says):
-            fp.schedules.to_torch_csv(schedule)
+            S.to_torch_csv(schedule)
 
 
 def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
     """The reasons above are torch's, not ours."""
-    evaluates = fp.schedules.fill_drain(2, 2, backward=False)
+    evaluates = S.fill_drain(2, 2, backward=False)
     runtime = torch_made(theirs._PipelineScheduleRuntime, evaluates)
     file = tmp_path / "forwards.csv"
     file.write_text(str(evaluates).replace(" ", ","))
@@ -385,7 +382,7 @@ def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
 )
 def test_cells_that_are_no_actions(text, says):
     with pytest.raises(fp.ScheduleError) as caught:
-        fp.schedules.from_torch_csv(text)
+        S.from_torch_csv(text)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -400,12 +397,12 @@ def test_actions_of_torch_that_compute_nothing_are_refused_by_name():
             fp.ScheduleError,
             match=f"'{word}': .*let torch write the schedule with format=\"compute_only\"",
         ):
-            fp.schedules.from_torch_csv(f"0F0,{word},0B0")
+            S.from_torch_csv(f"0F0,{word},0B0")
     for name in computing - {"OVERLAP_F_B"}:
-        fp.schedules.from_torch_csv(f"0{theirs._ComputationType[name].value}0")
+        S.from_torch_csv(f"0{theirs._ComputationType[name].value}0")
 
 
 def test_csv_of_other_systems_line_endings_and_waits():
-    assert "0F0 0B0\n1F0 1B0" == str(fp.schedules.from_torch_csv("0F0,,0B0\r\n,1F0, 1B0 ,\r\n\r\n"))
+    assert "0F0 0B0\n1F0 1B0" == str(S.from_torch_csv("0F0,,0B0\r\n,1F0, 1B0 ,\r\n\r\n"))
     with pytest.raises(fp.ScheduleError, match="takes text"):
-        fp.schedules.from_torch_csv(b"0F0")  # pyright: ignore
+        S.from_torch_csv(b"0F0")  # pyright: ignore

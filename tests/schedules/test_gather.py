@@ -10,14 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.data.kinds import MOVES, Kind
 
-FAMILIES = [
-    fp.schedules.one_f_one_b,
-    fp.schedules.interleaved,
-    fp.schedules.zbv,
-    fp.schedules.looped_bfs,
-]
+FAMILIES = [S.one_f_one_b, S.interleaved, S.zbv, S.looped_bfs]
 
 
 def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
@@ -43,8 +39,8 @@ def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_no_more_are_whole_than_are_allowed(family, whole, ahead):
     plain = family(4, 8, num_devices=2)
-    schedule = fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
-    fp.schedules.check(schedule)
+    schedule = S.gather_params(plain, whole=whole, ahead=ahead)
+    S.check(schedule)
     assert plain.orders == tuple(
         tuple(a for a in order if a.kind is not Kind.U) for order in schedule.orders
     )
@@ -64,11 +60,7 @@ def test_no_more_are_whole_than_are_allowed(family, whole, ahead):
             assert sorted(stages) == sorted(
                 action.stage for action in order if action.kind is Kind.U
             )
-    assert (
-        schedule
-        == fp.Schedule.parse(str(schedule))
-        == fp.schedules.from_json(fp.schedules.to_json(schedule))
-    )
+    assert schedule == fp.Schedule.parse(str(schedule)) == S.from_json(S.to_json(schedule))
 
 
 def compute(order):
@@ -78,7 +70,7 @@ def compute(order):
 def test_breadth_first_gathers_each_stage_twice():
     """Once for its forwards and once for its backwards (arXiv 2211.05953); the last stage of a
     device only once."""
-    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(8, 4, num_devices=2), whole=1)
+    schedule = S.gather_params(S.looped_bfs(8, 4, num_devices=2), whole=1)
     times = [sum(action.kind is Kind.U for action in order) for order in schedule.orders]
     assert [7, 7] == times
 
@@ -110,7 +102,7 @@ def test_breadth_first_gathers_each_stage_twice():
 )
 def test_what_is_not_legal(text, message):
     with pytest.raises(fp.ScheduleError, match=message):
-        fp.schedules.check(fp.Schedule.parse(text))
+        S.check(fp.Schedule.parse(text))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +116,9 @@ def test_what_is_not_legal(text, message):
 )
 def test_fewer_microbatches_keep_what_serves_them(text, count, fewer):
     schedule = fp.Schedule.parse(text)
-    fp.schedules.check(schedule)
+    S.check(schedule)
     assert str(schedule.first(count)) == fewer
-    fp.schedules.check(schedule.first(count))
+    S.check(schedule.first(count))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,34 +129,32 @@ def test_fewer_microbatches_are_legal(family, whole):
         with contextlib.suppress(
             fp.ScheduleError
         ):  # gathered more often than there are microbatches
-            made.append(
-                fp.schedules.gather_params(family(4, 8, num_devices=2), whole=whole, ahead=ahead)
-            )
+            made.append(S.gather_params(family(4, 8, num_devices=2), whole=whole, ahead=ahead))
     assert made or whole == 1
     for schedule in made:
         for count in range(1, 8):
-            fp.schedules.check(fp.schedules.remat(schedule.first(count)))
+            S.check(S.remat(schedule.first(count)))
 
 
 def test_wrong_uses_are_refused():
-    schedule = fp.schedules.one_f_one_b(2, 2)
+    schedule = S.one_f_one_b(2, 2)
     with pytest.raises(fp.ScheduleError, match="has U already"):
-        fp.schedules.gather_params(fp.schedules.gather_params(schedule))
+        S.gather_params(S.gather_params(schedule))
     with pytest.raises(fp.ScheduleError, match="takes a schedule; got a str"):
-        fp.schedules.gather_params("0F0")
+        S.gather_params("0F0")
     for options in ({"whole": 0}, {"whole": True}, {"ahead": -1}, {"ahead": 1.5}):
         with pytest.raises(fp.ScheduleError, match=f"{next(iter(options))} is the number of"):
-            fp.schedules.gather_params(schedule, **options)
+            S.gather_params(schedule, **options)
 
 
 def test_forwards_alone_are_gathered_too():
-    schedule = fp.schedules.gather_params(fp.schedules.one_f_one_b(2, 2).forwards())
+    schedule = S.gather_params(S.one_f_one_b(2, 2).forwards())
     assert not schedule.has_backward
-    fp.schedules.check(schedule)
+    S.check(schedule)
     assert str(schedule) == "0U0 0F0 0F1\n1U0 1F0 1F1"
     timeline = fp.simulate(schedule, fp.Cost(gather=2.0))
     assert timeline.makespan == 5  # the second stage gathers while the first does
-    assert schedule.forwards() == fp.schedules.one_f_one_b(2, 2).forwards()
+    assert schedule.forwards() == S.one_f_one_b(2, 2).forwards()
 
 
 def test_the_stage_waits_and_the_device_goes_on():
@@ -192,7 +182,7 @@ def test_gathering_and_reducing_share_the_link():
 
 
 def test_pictures_and_traces_show_it():
-    schedule = fp.schedules.reduce_grads(fp.schedules.gather_params(fp.schedules.one_f_one_b(2, 2)))
+    schedule = S.reduce_grads(S.gather_params(S.one_f_one_b(2, 2)))
     timeline = fp.simulate(schedule, fp.Cost(gather=2.0, reduce=2.0))
     drawing = fp.draw(timeline)
     assert "U unshard" in str(drawing)
@@ -205,23 +195,21 @@ def test_pictures_and_traces_show_it():
 
 
 def test_passes_keep_it_before_what_it_is_for():
-    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
+    schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     for other in (
-        fp.schedules.delay(schedule, group=2),
-        fp.schedules.remat(schedule),
-        fp.schedules.offload(schedule),
-        fp.schedules.reduce_grads(schedule),
+        S.delay(schedule, group=2),
+        S.remat(schedule),
+        S.offload(schedule),
+        S.reduce_grads(schedule),
         schedule.first(2),
     ):
-        fp.schedules.check(other)
+        S.check(other)
         assert all(order[0].kind is Kind.U for order in other.orders)
 
 
 def test_torch_adds_its_own():
-    plain = fp.schedules.zero_bubble(2, 2)
-    assert fp.schedules.to_torch_csv(
-        fp.schedules.gather_params(plain)
-    ) == fp.schedules.to_torch_csv(plain)
+    plain = S.zero_bubble(2, 2)
+    assert S.to_torch_csv(S.gather_params(plain)) == S.to_torch_csv(plain)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -231,10 +219,10 @@ def test_whole_parameters_are_not_gathered(executor):
         torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
     )
     batch = torch.ones(6, 4), torch.zeros(6, 4)
-    plain = fp.schedules.looped_bfs(4, 3, num_devices=2)
+    plain = S.looped_bfs(4, 3, num_devices=2)
     plans = [
         fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-        for schedule in (plain, fp.schedules.gather_params(plain, whole=1))
+        for schedule in (plain, S.gather_params(plain, whole=1))
     ]
     runs = [fp.run(plan, params, batch, executor=executor, record=True) for plan in plans]
     assert torch.equal(runs[0].loss, runs[1].loss)
@@ -244,14 +232,14 @@ def test_whole_parameters_are_not_gathered(executor):
 
 
 def test_ahead_for_each_stage():
-    plain = fp.schedules.fill_drain(2, 2, num_devices=1, backward=False)
+    plain = S.fill_drain(2, 2, num_devices=1, backward=False)
     wanted = {
         (0, 0): "0U0 0F0 1U0 1F0 0F1 1F1",
         (0, 1): "0U0 1U0 0F0 1F0 0F1 1F1",
         (2, 0): "0U0 0F0 1U0 1F0 0F1 1F1",
     }
     for ahead, text in wanted.items():
-        assert str(fp.schedules.gather_params(plain, ahead=ahead)) == text
+        assert str(S.gather_params(plain, ahead=ahead)) == text
     for ahead in ([1], [1, 2, 3], [1, -1], [1, 0.5], "ab", -1, 1.0, True):
         with pytest.raises(fp.ScheduleError, match="or one number for each of 2 stages"):
-            fp.schedules.gather_params(plain, ahead=ahead)
+            S.gather_params(plain, ahead=ahead)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from random_plans import schedules
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.data.overlapping import pairs_in
 from funcpipe._src.data.schedule import words_of
 from funcpipe._src.schedules.pairs import joinable, may_overlap, together
@@ -23,7 +24,7 @@ PAIRED = fp.Schedule.parse("0F0 0F1 (0F2 0B0) 0B1 0B2\n1F0 1B0 (1F1 1F2) 1B1 1B2
 
 def refused(text: str) -> str:
     with pytest.raises(fp.ScheduleError) as error:
-        fp.schedules.check(fp.Schedule.parse(text))
+        S.check(fp.Schedule.parse(text))
     return str(error.value)
 
 
@@ -31,17 +32,13 @@ def refused(text: str) -> str:
 @given(schedules())
 def test_every_form_gives_the_pairs_back(schedule: fp.Schedule) -> None:
     """Text, JSON, a copy; and where torch can have it, its CSV."""
-    assert (
-        schedule
-        == fp.Schedule.parse(str(schedule))
-        == fp.schedules.from_json(fp.schedules.to_json(schedule))
-    )
+    assert schedule == fp.Schedule.parse(str(schedule)) == S.from_json(S.to_json(schedule))
     assert schedule.first(1).pairs <= schedule.pairs
-    bare = fp.schedules.unpair(schedule)
+    bare = S.unpair(schedule)
     assert (bare.orders, bare.pairs) == (schedule.orders, frozenset())
     assert (bare == schedule) == (not schedule.pairs)
     for part in (schedule.first(1), schedule.forwards()):
-        fp.schedules.check(part)
+        S.check(part)
 
 
 def test_pairs_as_words() -> None:
@@ -65,9 +62,7 @@ def test_pairs_as_words() -> None:
         with pytest.raises(
             fp.ScheduleError, match="is not a pair: write two actions in parentheses"
         ):
-            fp.schedules.from_json(
-                f'{{"funcpipe": "schedule", "version": 1, "orders": ["{text}"]}}'
-            )
+            S.from_json(f'{{"funcpipe": "schedule", "version": 1, "orders": ["{text}"]}}')
 
 
 @pytest.mark.parametrize(
@@ -98,10 +93,7 @@ def test_three_do_not_overlap_and_neighbours_must_be() -> None:
     orders = ((a, b, c),)
     for pairs, says in [
         ({(a, b), (b, c)}, "begins with the last action of another pair"),
-        (
-            {(a, c)},
-            r"\(0F0 0F2\) is not a pair: these two are not neighbours on any device",
-        ),
+        ({(a, c)}, r"\(0F0 0F2\) is not a pair: these two are not neighbours on any device"),
         ({(b, a)}, r"\(0F1 0F0\) is not a pair"),
         ({"0F0"}, "'0F0' is not a pair of actions"),
         (
@@ -111,7 +103,7 @@ def test_three_do_not_overlap_and_neighbours_must_be() -> None:
         ((a, b), "is not a pair of actions"),
     ]:
         with pytest.raises(fp.ScheduleError, match=says):
-            fp.schedules.check(fp.Schedule(orders, pairs=frozenset(pairs)))  # pyright: ignore
+            S.check(fp.Schedule(orders, pairs=frozenset(pairs)))  # pyright: ignore
 
 
 def test_pairs_may_be_lists_and_must_be_something() -> None:
@@ -130,7 +122,7 @@ def test_pairs_may_be_lists_and_must_be_something() -> None:
         ):
             fp.Schedule(schedule.orders, pairs=wrong)  # pyright: ignore
     with pytest.raises(fp.ScheduleError, match="some of its pairs are not neighbours"):
-        fp.schedules.to_json(fp.Schedule(schedule.orders, pairs=frozenset({(b, a)})))
+        S.to_json(fp.Schedule(schedule.orders, pairs=frozenset({(b, a)})))
 
 
 def test_pairs_that_wait_for_each_other_are_refused_with_the_picture() -> None:
@@ -152,10 +144,10 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
     again changes nothing."""
     if not schedule.has_backward:
         with pytest.raises(fp.ScheduleError, match="nothing for forwards to overlap with"):
-            fp.schedules.pair(schedule)
+            S.pair(schedule)
         return
-    paired = fp.schedules.pair(schedule)
-    fp.schedules.check(paired)
+    paired = S.pair(schedule)
+    S.check(paired)
     assert paired.orders == schedule.orders
     assert paired.pairs >= schedule.pairs
     for one, other in paired.pairs - schedule.pairs:
@@ -163,27 +155,26 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
         assert may_overlap(one, other)
     wanted = joinable(schedule)
     assert paired == together(schedule, wanted)
-    picked = fp.schedules.pair(schedule, join=lambda first, second: first.stage == 0)
+    picked = S.pair(schedule, join=lambda first, second: first.stage == 0)
     assert all(one.stage == 0 for one, _ in picked.pairs - schedule.pairs)
 
 
 def test_what_pair_refuses() -> None:
     with pytest.raises(fp.ScheduleError, match=r"pair takes a schedule; got a str"):
-        fp.schedules.pair("0F0 0B0")  # pyright: ignore
+        S.pair("0F0 0B0")  # pyright: ignore
     with pytest.raises(
         fp.ScheduleError,
         match=r"join must be a function \(action, action\) -> bool, or None; got True",
     ):
-        fp.schedules.pair(PAIRED, join=True)  # pyright: ignore
+        S.pair(PAIRED, join=True)  # pyright: ignore
     with pytest.raises(fp.ScheduleError, match="1F0 is missing"):
-        fp.schedules.pair(fp.Schedule.parse("0F0 0B0\n1B0"))
+        S.pair(fp.Schedule.parse("0F0 0B0\n1B0"))
     with pytest.raises(fp.ScheduleError, match="unpair takes a schedule; got a Plan"):
-        fp.schedules.unpair(fp.make_plan([fp.stage(lambda p, x: x)] * 2, PAIRED, loss=F.mse_loss))  # pyright: ignore
+        S.unpair(fp.make_plan([fp.stage(lambda p, x: x)] * 2, PAIRED, loss=F.mse_loss))  # pyright: ignore
 
 
 def test_what_is_inserted_stands_outside_of_pairs() -> None:
     """Before both, or after both; a pair stays one."""
-    S = fp.schedules
     assert str(S.remat(PAIRED)).split("\n")[0] == "0F0 0F1 0R0 (0F2 0B0) 0R1 0B1 0R2 0B2"
     assert str(S.offload(PAIRED)).split("\n")[0] == "0F0 0O0 0F1 0L0 (0F2 0B0) 0B1 0B2"
     longer = fp.Schedule.parse("0F0 0F1 (0F2 0B0) (0F3 0B1) 0B2 0B3")
@@ -205,13 +196,13 @@ def test_what_is_inserted_stands_outside_of_pairs() -> None:
 def test_torch_has_pairs_of_a_forward_and_a_backward_alone() -> None:
     """In either order; others are refused with what to do."""
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0B1;0F3)OVERLAP_F_B,0B2,0B3\n"
-    schedule = fp.schedules.from_torch_csv(text)
+    schedule = S.from_torch_csv(text)
     assert str(schedule) == "0F0 0F1 (0F2 0B0) (0B1 0F3) 0B2 0B3"
-    assert text == fp.schedules.to_torch_csv(schedule)
+    assert text == S.to_torch_csv(schedule)
     with pytest.raises(
         fp.ScheduleError, match=r"\(1F1 1F2\) overlaps, .* fp.schedules.unpair\(schedule\)"
     ):
-        fp.schedules.to_torch_csv(PAIRED)
+        S.to_torch_csv(PAIRED)
 
 
 @given(
@@ -299,10 +290,7 @@ def test_a_plan_shows_what_overlaps() -> None:
         "0B0",
     ]
     assert lines[at + 4].startswith("free input[0,2]")
-    assert (
-        fp.make_plan(plan.stages, fp.schedules.unpair(PAIRED), loss=F.mse_loss).program
-        != plan.program
-    )
+    assert fp.make_plan(plan.stages, S.unpair(PAIRED), loss=F.mse_loss).program != plan.program
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -316,7 +304,6 @@ def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
     stages, params, _ = zip(*(fp.from_module(part) for part in model), strict=True)
     stages = [fp.compile_stage(stage) if compiled else stage for stage in stages]
     x, target = torch.randn(16, 6), torch.randn(16, 6)
-    S = fp.schedules
     F.mse_loss(model(x), target).backward()
     for schedule in (
         S.dualpipe_v(4, 8),
@@ -336,7 +323,7 @@ def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
 
 def test_a_batch_of_fewer_microbatches_keeps_the_pairs_that_are_left() -> None:
     """Its program is that of fewer, and pairs with one action only are none."""
-    schedule = fp.schedules.dualpipe_v(4, 8)
+    schedule = S.dualpipe_v(4, 8)
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p)] * 4, schedule, loss=F.mse_loss, devices="cpu"
     )

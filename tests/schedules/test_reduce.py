@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.data.kinds import ADDS, Kind
 
 
-@pytest.mark.parametrize(
-    "family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv]
-)
+@pytest.mark.parametrize("family", [S.one_f_one_b, S.interleaved, S.zbv])
 def test_it_stands_straight_after_the_last_that_adds(family):
-    schedule = fp.schedules.reduce_grads(family(4, 5, num_devices=2))
-    fp.schedules.check(schedule)
+    schedule = S.reduce_grads(family(4, 5, num_devices=2))
+    S.check(schedule)
     for stage, device in enumerate(schedule.device_of):
         order = schedule.orders[device]
         at = order.index(fp.Action(Kind.G, stage))
@@ -25,11 +24,7 @@ def test_it_stands_straight_after_the_last_that_adds(family):
         assert not [
             action for action in order[at:] if action.stage == stage and action.kind in ADDS
         ]
-    assert (
-        schedule
-        == fp.Schedule.parse(str(schedule))
-        == fp.schedules.from_json(fp.schedules.to_json(schedule))
-    )
+    assert schedule == fp.Schedule.parse(str(schedule)) == S.from_json(S.to_json(schedule))
     assert schedule.num_microbatches == 5
 
 
@@ -45,7 +40,7 @@ def test_it_stands_straight_after_the_last_that_adds(family):
 )
 def test_what_adds_after_it_is_refused(text, message):
     with pytest.raises(fp.ScheduleError, match=message):
-        fp.schedules.check(fp.Schedule.parse(text))
+        S.check(fp.Schedule.parse(text))
 
 
 def test_it_has_no_microbatch():
@@ -53,26 +48,26 @@ def test_it_has_no_microbatch():
     with pytest.raises(
         fp.ScheduleError, match=r"0G on device 0 has a microbatch \(1\), but runs once per batch"
     ):
-        fp.schedules.check(fp.Schedule(orders))
+        S.check(fp.Schedule(orders))
 
 
 def test_wrong_uses_are_refused():
-    schedule = fp.schedules.one_f_one_b(2, 2)
+    schedule = S.one_f_one_b(2, 2)
     with pytest.raises(fp.ScheduleError, match="has G already"):
-        fp.schedules.reduce_grads(fp.schedules.reduce_grads(schedule))
+        S.reduce_grads(S.reduce_grads(schedule))
     with pytest.raises(
         fp.ScheduleError, match="has no backwards, so there are no gradients to reduce"
     ):
-        fp.schedules.reduce_grads(schedule.forwards())
+        S.reduce_grads(schedule.forwards())
     with pytest.raises(fp.ScheduleError, match=r"fp.schedules.reduce_grads\(plan.schedule\)"):
-        fp.schedules.reduce_grads("0F0")
+        S.reduce_grads("0F0")
 
 
 def test_the_device_goes_on_while_it_runs():
     """Two stages of one device: the first G is hidden behind the backwards of the other stage, the
     last one is not."""
-    plain = fp.schedules.interleaved(4, 4, num_devices=2)
-    schedule, cost = fp.schedules.reduce_grads(plain), fp.Cost(reduce=1.0)
+    plain = S.interleaved(4, 4, num_devices=2)
+    schedule, cost = S.reduce_grads(plain), fp.Cost(reduce=1.0)
     timeline = fp.simulate(schedule, cost)
     assert timeline.makespan == fp.simulate(plain).makespan + 1
     assert timeline.busy == fp.simulate(plain).busy
@@ -91,9 +86,7 @@ def test_one_link_reduces_one_stage_after_the_other():
 
 
 def test_pictures_and_traces_show_it():
-    timeline = fp.simulate(
-        fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)), fp.Cost(reduce=2.0)
-    )
+    timeline = fp.simulate(S.reduce_grads(S.one_f_one_b(2, 2)), fp.Cost(reduce=2.0))
     drawing = fp.draw(timeline)
     assert "G reduce" in str(drawing)
     assert "0G reduce, stage 0: " in drawing.svg()
@@ -106,24 +99,22 @@ def test_pictures_and_traces_show_it():
 
 
 def test_passes_keep_it_last():
-    schedule = fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 4))
+    schedule = S.reduce_grads(S.one_f_one_b(2, 4))
     for other in (
-        fp.schedules.delay(schedule, group=3),
-        fp.schedules.remat(schedule),
-        fp.schedules.offload(schedule),
+        S.delay(schedule, group=3),
+        S.remat(schedule),
+        S.offload(schedule),
         schedule.first(2),
     ):
-        fp.schedules.check(other)
+        S.check(other)
         assert [str(order[-1]) for order in other.orders] == ["0G", "1G"]
 
 
 def test_torch_adds_its_own():
-    plain = fp.schedules.zero_bubble(2, 2)
-    assert fp.schedules.to_torch_csv(fp.schedules.reduce_grads(plain)) == fp.schedules.to_torch_csv(
-        plain
-    )
+    plain = S.zero_bubble(2, 2)
+    assert S.to_torch_csv(S.reduce_grads(plain)) == S.to_torch_csv(plain)
     with pytest.raises(fp.ScheduleError, match="it has O and L"):
-        fp.schedules.to_torch_csv(fp.schedules.offload(fp.schedules.fill_drain(2, 4)))
+        S.to_torch_csv(S.offload(S.fill_drain(2, 4)))
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -133,7 +124,7 @@ def test_over_one_replica_it_changes_nothing(executor):
         torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
     )
     batch = torch.ones(6, 4), torch.zeros(6, 4)
-    plain = fp.schedules.zero_bubble(3, 3)
+    plain = S.zero_bubble(3, 3)
     runs = [
         fp.run(
             fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"),
@@ -142,7 +133,7 @@ def test_over_one_replica_it_changes_nothing(executor):
             executor=executor,
             record=True,
         )
-        for schedule in (plain, fp.schedules.reduce_grads(plain))
+        for schedule in (plain, S.reduce_grads(plain))
     ]
     assert torch.equal(runs[0].loss, runs[1].loss)
     assert all(map(torch.equal, runs[0].grads, runs[1].grads))

@@ -15,14 +15,15 @@ from torch.distributed.pipelining import schedules as theirs
 from watch import Watch
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.schedules import v_shape
 from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.squeeze import most_held, repeated, squeezed, steady
 
 Family = Callable[..., fp.Schedule]
 
-V_SHAPED = [fp.schedules.zbv, fp.schedules.dualpipe_v, fp.schedules.v_half, fp.schedules.v_min]
-ANY_COUNT = [fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min]
+V_SHAPED = [S.zbv, S.dualpipe_v, S.v_half, S.v_min]
+ANY_COUNT = [S.zbv, S.v_half, S.v_min]
 WHOLE = fp.Cost(weight_residual=1)
 """Every F, I and W one unit; I gives back nothing, the hardest case for memory."""
 
@@ -32,10 +33,10 @@ random_sizes = settings(deadline=None, database=None, max_examples=40)
 def most_residuals(family: Family, devices: int) -> int:
     """What the docstring allows a device."""
     return {
-        fp.schedules.zbv: 2 * devices,
-        fp.schedules.dualpipe_v: 2 * devices + 1,
-        fp.schedules.v_half: 2 * (devices // 2 + 1),
-        fp.schedules.v_min: 2 * ((devices + 4) // 3),
+        S.zbv: 2 * devices,
+        S.dualpipe_v: 2 * devices + 1,
+        S.v_half: 2 * (devices // 2 + 1),
+        S.v_min: 2 * ((devices + 4) // 3),
     }[family]
 
 
@@ -45,10 +46,10 @@ def test_every_count_is_legal_complete_and_within_its_memory(
     family: Family, devices: int, count: int
 ) -> None:
     """Ascending, on a V, on as many devices as was asked for; remat of it is legal too."""
-    count += 2 * devices if family is fp.schedules.dualpipe_v else 0
+    count += 2 * devices if family is S.dualpipe_v else 0
     schedule = family(2 * devices, count)
     check(schedule)
-    check(fp.schedules.remat(schedule))
+    check(S.remat(schedule))
     assert schedule.is_ascending
     assert (2 * devices, count, devices) == (
         schedule.num_stages,
@@ -66,7 +67,7 @@ def test_any_memory_between_v_min_and_zb_v(devices: int, count: int, more: int) 
     """Legal, ascending, on a V, never more than it may; with more memory than ZB-V needs it is none
     the worse."""
     residuals = 2 * ((devices + 4) // 3) + more
-    schedule = fp.schedules.v_adaptive(2 * devices, count, residuals=residuals)
+    schedule = S.v_adaptive(2 * devices, count, residuals=residuals)
     check(schedule)
     assert schedule.is_ascending
     assert (*range(devices), *reversed(range(devices))) == schedule.device_of
@@ -82,9 +83,7 @@ def test_the_adaptive_frontier(devices: int) -> None:
     that I gives back helps them."""
     count = 2 * devices + 3
     for residuals in range(2 * ((devices + 4) // 3), 2 * devices + 1):
-        timeline = fp.simulate(
-            fp.schedules.v_adaptive(2 * devices, count, residuals=residuals), WHOLE
-        )
+        timeline = fp.simulate(S.v_adaptive(2 * devices, count, residuals=residuals), WHOLE)
         rising = devices - 1 + 2 * (1 + (residuals + 1) // 2)
         published = 3 * devices - 1 - 3 * residuals + max(3 * devices, rising)
         allowed = 0 if residuals % 2 == 0 and residuals != 10 else 2
@@ -98,7 +97,7 @@ def test_too_little_memory_for_a_v(residuals: Any) -> None:
         fp.ScheduleError,
         match="residuals must be a whole number of at least 4, which V-Min needs on 3 devices",
     ):
-        fp.schedules.v_adaptive(6, 9, residuals=residuals)
+        S.v_adaptive(6, 9, residuals=residuals)
 
 
 def torchs(cls: type, devices: int, microbatches: int) -> str:
@@ -125,11 +124,11 @@ def test_zbv_and_dualpipe_v_equal_torchs(devices: int) -> None:
     torch does)."""
     for count in range(1, 14):
         assert torchs(theirs.ScheduleZBVZeroBubble, devices, count) == str(
-            fp.schedules.zbv(2 * devices, count)
+            S.zbv(2 * devices, count)
         )
         if count >= 2 * devices:
             assert torchs(theirs.ScheduleDualPipeV, devices, count) == str(
-                fp.schedules.dualpipe_v(2 * devices, count)
+                S.dualpipe_v(2 * devices, count)
             )
 
 
@@ -138,7 +137,7 @@ def test_zbv_has_no_bubble_where_all_kinds_take_the_same_time(devices: int) -> N
     """Span is the work; a single batch waits for the first forward to come down. All devices hold
     the same."""
     for count in (2 * devices - 1, 2 * devices + 3):
-        timeline = fp.simulate(fp.schedules.zbv(2 * devices, count), WHOLE)
+        timeline = fp.simulate(S.zbv(2 * devices, count), WHOLE)
         assert (6 * count, 6 * count + devices - 1) == (timeline.span, timeline.makespan)
         assert (2 * devices,) * devices == timeline.peak
 
@@ -146,9 +145,7 @@ def test_zbv_has_no_bubble_where_all_kinds_take_the_same_time(devices: int) -> N
 @pytest.mark.parametrize(("devices", "bubble"), [(4, 24), (8, 56)])
 def test_zbv_bubbles_where_kinds_differ(devices: int, bubble: float) -> None:
     """F, I, W of 10, 12, 8: what the authors' own generator gives."""
-    assert (
-        24 * 60 + bubble == fp.simulate(fp.schedules.zbv(2 * devices, 24), fp.Cost(10, 12, 8)).span
-    )
+    assert 24 * 60 + bubble == fp.simulate(S.zbv(2 * devices, 24), fp.Cost(10, 12, 8)).span
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 7, 8, 9, 16])
@@ -160,15 +157,12 @@ def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(
     half = max(1, 3 * devices - (4 if devices % 2 else 7))
     least = 4 * devices - (5 if devices % 3 else 7)
     count = times * devices
-    lean = fp.simulate(fp.schedules.v_half(2 * devices, count), WHOLE)
-    leaner = fp.simulate(fp.schedules.v_min(2 * devices, count), WHOLE)
+    lean = fp.simulate(S.v_half(2 * devices, count), WHOLE)
+    leaner = fp.simulate(S.v_min(2 * devices, count), WHOLE)
     assert 6 * count + half == lean.makespan
     assert 6 * count + least - 2 <= leaner.makespan <= 6 * count + least
     if times > 1:
-        assert (
-            most_residuals(fp.schedules.v_half, devices),
-            most_residuals(fp.schedules.v_min, devices),
-        ) == (
+        assert (most_residuals(S.v_half, devices), most_residuals(S.v_min, devices)) == (
             max(lean.peak),
             max(leaner.peak),
         )
@@ -180,10 +174,10 @@ def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(
 )
 def test_dualpipe_v_takes_the_published_time(devices: int, count: int, makespan: int) -> None:
     """With F and B joined as DeepSeek runs them, and, action by action, half the bubble of that."""
-    schedule = fp.schedules.dualpipe_v(2 * devices, count)
+    schedule = S.dualpipe_v(2 * devices, count)
     timeline = fp.simulate(schedule, WHOLE)
     assert makespan == timeline.makespan == 6 * count + 2 * (devices - 1)
-    apart = fp.simulate(fp.schedules.unpair(schedule), WHOLE)
+    apart = fp.simulate(S.unpair(schedule), WHOLE)
     assert (6 * count + devices - 1, (2 * devices + 1,) * devices) == (apart.makespan, apart.peak)
 
 
@@ -200,7 +194,7 @@ def test_what_overlapping_hides_as_deepseek_counts_it(
     link = (3 - both) / 2
     cost = fp.Cost(forward_link=link, backward_link=link)
     for devices, bubble in zip((2, 4, 8), bubbles, strict=True):
-        schedule = fp.schedules.dualpipe_v(2 * devices, 4 * devices)
+        schedule = S.dualpipe_v(2 * devices, 4 * devices)
         timeline = fp.simulate(schedule, cost)
         assert both == cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
         assert bubble == (devices - 1) * (both + 2 - 3) == max(idle(timeline))
@@ -237,9 +231,9 @@ def test_zb_h2_has_the_bubbles_of_the_paper(
     p: int, m: int, f: float, i: float, w: float, c: float, bubble: float
 ) -> None:
     """Tables 5 and 8 of arXiv 2401.10241, to four digits."""
-    assert fp.simulate(
-        fp.schedules.zb_h2(p, m), fp.Cost(f, i, w, comm=c)
-    ).span_bubble == pytest.approx(bubble, abs=5e-5)
+    assert fp.simulate(S.zb_h2(p, m), fp.Cost(f, i, w, comm=c)).span_bubble == pytest.approx(
+        bubble, abs=5e-5
+    )
 
 
 @random_sizes
@@ -248,32 +242,32 @@ def test_zb_h2_and_eager_1f1b_hold_what_they_say(devices: int, count: int, rest:
     """Exactly, once there are microbatches enough to fill the warmup and the delay; less before."""
     cost = fp.Cost(weight_residual=rest)
     stated = tuple(2 * (devices - d) - 1 + 2 * d * rest for d in range(devices))
-    peak = fp.simulate(fp.schedules.zb_h2(devices, count), cost).peak
+    peak = fp.simulate(S.zb_h2(devices, count), cost).peak
     assert peak == stated if count >= 2 * devices - 1 else all(map(float.__le__, peak, stated))
-    eager = fp.simulate(fp.schedules.eager_one_f_one_b(devices, count), cost).peak
+    eager = fp.simulate(S.eager_one_f_one_b(devices, count), cost).peak
     assert tuple(min(count, 2 * (devices - d) - 1) for d in range(devices)) == eager
 
 
 def test_zb_h2_has_the_least_makespan_of_a_line_and_its_stated_span() -> None:
     """With F, I, W of 5, 6, 4 on 4 devices: (D - 1)(F + I - 2 W) and (D - 1) F beyond the work."""
-    timeline = fp.simulate(fp.schedules.zb_h2(4, 12), fp.Cost(5, 6, 4))
+    timeline = fp.simulate(S.zb_h2(4, 12), fp.Cost(5, 6, 4))
     assert (12 * 15 + 3 * 3, 12 * 15 + 3 * 5) == (timeline.span, timeline.makespan)
 
 
 def test_eager_1f1b_hides_copies_that_1f1b_waits_for() -> None:
     """Without them the two take the same time; with them 1F1B waits in every round."""
     assert (
-        fp.simulate(fp.schedules.one_f_one_b(4, 16)).makespan
-        == fp.simulate(fp.schedules.eager_one_f_one_b(4, 16)).makespan
+        fp.simulate(S.one_f_one_b(4, 16)).makespan
+        == fp.simulate(S.eager_one_f_one_b(4, 16)).makespan
     )
     slow = fp.Cost(comm=0.5)
     assert (
-        fp.simulate(fp.schedules.eager_one_f_one_b(4, 16), slow).makespan
-        == fp.simulate(fp.schedules.one_f_one_b(4, 16)).makespan + 3
+        fp.simulate(S.eager_one_f_one_b(4, 16), slow).makespan
+        == fp.simulate(S.one_f_one_b(4, 16)).makespan + 3
     )
     assert (
-        fp.simulate(fp.schedules.one_f_one_b(4, 16), slow).makespan
-        >= fp.simulate(fp.schedules.one_f_one_b(4, 16)).makespan + 12
+        fp.simulate(S.one_f_one_b(4, 16), slow).makespan
+        >= fp.simulate(S.one_f_one_b(4, 16)).makespan + 12
     )
 
 
@@ -303,7 +297,7 @@ def test_counts_that_make_no_v_are_refused_all_at_once(family: Family) -> None:
 def test_dualpipe_v_refuses_too_few_microbatches() -> None:
     """The message has both counts and a family that takes them."""
     with pytest.raises(fp.ScheduleError) as error:
-        fp.schedules.dualpipe_v(6, 5)
+        S.dualpipe_v(6, 5)
     assert (
         "no such schedule: DualPipeV needs 6 microbatches, one for each stage, to fill the V; got 5; "
         "take more microbatches, or fp.schedules.zbv, which takes any number" == str(error.value)
@@ -317,16 +311,14 @@ def test_v_shaped_families_are_named_for_pictures() -> None:
 
 def lawful() -> list[fp.Schedule]:
     """Small ones of every new family, and two with remat."""
-    made = [
-        family(4, 4) for family in [*V_SHAPED, fp.schedules.zb_h2, fp.schedules.eager_one_f_one_b]
-    ]
+    made = [family(4, 4) for family in [*V_SHAPED, S.zb_h2, S.eager_one_f_one_b]]
     made += [family(4, 1) for family in ANY_COUNT]
     return [
         *made,
-        fp.schedules.zb_h2(4, 6, num_devices=2),
-        fp.schedules.v_min(4, 7),
-        fp.schedules.remat(fp.schedules.zbv(4, 5)),
-        fp.schedules.remat(fp.schedules.dualpipe_v(4, 6)),
+        S.zb_h2(4, 6, num_devices=2),
+        S.v_min(4, 7),
+        S.remat(S.zbv(4, 5)),
+        S.remat(S.dualpipe_v(4, 6)),
     ]
 
 
@@ -353,7 +345,7 @@ def test_they_obey_the_laws(schedule: fp.Schedule) -> None:
     stages = (first, inner, inner, last)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     expected = fp.run_sequential(plan, params, batch, threads_per_lane=1)
-    like = fp.schedules.one_f_one_b(4, schedule.num_microbatches)
+    like = S.one_f_one_b(4, schedule.num_microbatches)
     plain = fp.run(
         fp.make_plan(stages, like, loss=F.mse_loss, devices="cpu"),
         params,

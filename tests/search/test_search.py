@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from random_plans import unequal
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.schedules.clock import CODE, CODED, coded
 from funcpipe._src.search.bounds import lower_bound
 from funcpipe._src.search.climb import seeds
@@ -50,9 +51,7 @@ def searches(draw):
         draw(st.integers(1, 6)),
     )
     cost = draw(unequal(draw(costs(devices * share)), microbatches))
-    simplest = fp.simulate(
-        fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost
-    )
+    simplest = fp.simulate(S.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
     limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
     return {
         "cost": cost,
@@ -106,18 +105,12 @@ def test_no_schedule_beats_the_bounds(data):
     cost = data.draw(unequal(data.draw(costs(stages)), microbatches))
     schedules = [
         family(stages, microbatches, num_devices=devices)
-        for family in (
-            fp.schedules.one_f_one_b,
-            fp.schedules.zb_h2,
-            fp.schedules.fill_drain,
-            fp.schedules.interleaved,
-            fp.schedules.zero_bubble,
-        )
+        for family in (S.one_f_one_b, S.zb_h2, S.fill_drain, S.interleaved, S.zero_bubble)
     ]
     if share == 2:
         schedules += [
             family(stages, microbatches, num_devices=devices)
-            for family in (fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min)
+            for family in (S.zbv, S.v_half, S.v_min)
         ]
     for schedule, objective in itertools.product(schedules, ("makespan", "span")):
         timeline = fp.simulate(schedule, cost)
@@ -172,9 +165,9 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
     )
     cost = data.draw(costs(devices).filter(lambda cost: not cost.skips and cost.bandwidth is None))
     cost = data.draw(unequal(cost, microbatches))
-    schedule = data.draw(
-        st.sampled_from([fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2])
-    )(devices, microbatches)
+    schedule = data.draw(st.sampled_from([S.one_f_one_b, S.zero_bubble, S.zb_h2]))(
+        devices, microbatches
+    )
     before = fp.simulate(schedule, cost)
     problem = Problem(
         cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak)
@@ -199,7 +192,7 @@ def test_a_move_makes_room_for_itself(allowed):
     cost = fp.Cost([2, 1, 2], [2, 2, 1], [1, 2, 2], offload=[1, 2, 1], comm=1, weight_residual=1.0)
     kinds = set()
     for seed in range(6):
-        schedule = fp.schedules.one_f_one_b(3, 5)
+        schedule = S.one_f_one_b(3, 5)
         problem = Problem(cost, schedule.device_of, 5, (2.0, 2.0, 2.0), **{allowed: True})
         bench = Bench(problem)
         lanes = [
@@ -223,7 +216,7 @@ def test_a_move_makes_room_for_itself(allowed):
     assert (fp.Kind.R if allowed == "remat" else fp.Kind.O) in kinds
 
 
-@pytest.mark.parametrize("start", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble])
+@pytest.mark.parametrize("start", [S.one_f_one_b, S.zero_bubble])
 def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(start):
     """From wholes as from halves; gradients of weights are still added up in the order of the
     microbatches."""
@@ -267,10 +260,8 @@ def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
 
 def test_an_action_moves_past_those_of_others_only():
     """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
-    lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
-    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(
-        map(str, fp.schedules.zb_h2(2, 3).orders[1])
-    )
+    lane = [(CODE[a.kind], a.stage, a.microbatch) for a in S.zb_h2(2, 3).orders[1]]
+    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, S.zb_h2(2, 3).orders[1]))
     assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [
         bounds_of(lane, at) for at in range(9)
     ]
@@ -309,12 +300,7 @@ def test_stages_that_differ_and_torch_s_orders():
     """Unequal times on a V: beaten at equal or lower memory, as in no static order."""
     for times in ((1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2), (1, 1, 1)):
         cost = fp.Cost(*times, weight_residual=1.0)
-        for family in (
-            fp.schedules.interleaved,
-            fp.schedules.zero_bubble,
-            fp.schedules.zbv,
-            fp.schedules.dualpipe_v,
-        ):
+        for family in (S.interleaved, S.zero_bubble, S.zbv, S.dualpipe_v):
             theirs = fp.simulate(family(16, 32, num_devices=8), cost)
             found = fp.search(
                 cost,
@@ -361,7 +347,7 @@ def test_a_whole_backward_where_that_is_cheaper():
     cost = fp.Cost(1, 2, 0.5, backward=2)
     found = fp.search(cost, num_devices=3, num_microbatches=6, evaluations=200)
     assert any(action.kind is fp.Kind.B for order in found.schedule.orders for action in order)
-    assert found.makespan <= fp.simulate(fp.schedules.one_f_one_b(3, 6), cost).makespan
+    assert found.makespan <= fp.simulate(S.one_f_one_b(3, 6), cost).makespan
 
 
 def test_a_found_schedule_runs():
@@ -467,9 +453,7 @@ def test_what_is_away_is_not_sent_away_again():
     """A schedule that moves residuals already keeps its moves, or is given up."""
     from funcpipe._src.search.offload_to_fit import offload_to_fit
 
-    schedule = fp.schedules.offload(
-        fp.schedules.fill_drain(2, 4), move=lambda action: action.microbatch == 1
-    )
+    schedule = S.offload(S.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
     problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
     relieved = offload_to_fit(
         problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60)

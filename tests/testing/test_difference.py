@@ -8,6 +8,7 @@ from torch import nn
 
 import funcpipe as fp
 import funcpipe.testing
+from funcpipe import schedules as S
 from funcpipe.testing import first_difference, record_values
 
 
@@ -31,9 +32,9 @@ PARAMS = tuple({"w": torch.randn(4, 4)} for _ in range(3))
 BATCH = torch.randn(10, 4), torch.randn(10, 4)
 FEEDS = {"scale": torch.rand(10, 1)}
 SCHEDULES = {
-    "1F1B": fp.schedules.one_f_one_b(3, 4),
-    "ZB-H1": fp.schedules.zero_bubble(3, 4),
-    "remat": fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
+    "1F1B": S.one_f_one_b(3, 4),
+    "ZB-H1": S.zero_bubble(3, 4),
+    "remat": S.remat(S.fill_drain(3, 4)),
 }
 
 
@@ -68,15 +69,12 @@ def test_names_and_numbers_of_the_values():
     for (action, name), value in record.values.items():
         shown.setdefault(str(action), {})[name] = value
     assert [*shown["0F1"]] == ["input", "output", "stash x", "auxiliary loss"]
-    assert [*shown["2F1"]] == [
-        *("input", "skip x", "feed scale", "target"),
-        *("output", "loss"),
-    ]
+    assert [*shown["2F1"]] == [*("input", "skip x", "feed scale", "target"), *("output", "loss")]
     assert [*shown["0B1"]] == [
-        *("output gradient", "stash gradient x", "input gradient", "parameter gradients"),
+        *("output gradient", "stash gradient x", "input gradient", "parameter gradients")
     ]
     assert [*shown["2B1"]] == [
-        *("output gradient", "input gradient", "skip gradient x", "parameter gradients"),
+        *("output gradient", "input gradient", "skip gradient x", "parameter gradients")
     ]
     rows = slice(3, 6)  # ten rows are cut into 3, 3, 2 and 2
     assert torch.equal(shown["0F1"]["input"], BATCH[0][rows])
@@ -95,7 +93,7 @@ def test_carries_of_slices_are_shown():
         y = x * params["w"] + (0 if carry is None else carry)
         return fp.Out(y, carry=y[:, -1:])
 
-    schedule = fp.schedules.one_f_one_b(1, 2, num_slices=2)
+    schedule = S.one_f_one_b(1, 2, num_slices=2)
     loss = nn.functional.mse_loss
     plan = fp.make_plan([fp.stage(total)], schedule, loss=loss, devices="cpu")
     params, x = ({"w": torch.tensor(2.0)},), torch.randn(4, 6)
@@ -109,10 +107,10 @@ def test_carries_of_slices_are_shown():
     assert names["0F0.0"] == ["input", "target", "output", "carry out", "loss"]
     assert names["0F0.1"] == ["input", "carry in", "target", "output", "carry out", "loss"]
     assert names["0B0.1"] == [
-        *("output gradient", "input gradient", "carry in gradient", "parameter gradients"),
+        *("output gradient", "input gradient", "carry in gradient", "parameter gradients")
     ]
     assert names["0B0.0"] == [
-        *("output gradient", "carry out gradient", "input gradient", "parameter gradients"),
+        *("output gradient", "carry out gradient", "input gradient", "parameter gradients")
     ]
     of = {(str(action), name): value for (action, name), value in found.values.items()}
     assert torch.equal(of["0F0.0", "carry out"], of["0F0.1", "carry in"])
@@ -210,7 +208,7 @@ def test_records_without_a_common_value_are_refused():
     others = {(action, "other"): value for (action, _), value in record.values.items()}
     with pytest.raises(fp.PlanError, match="share no value"):
         first_difference(record, fp.testing.ValueRecord(others, record.order, record.result))
-    more = record_values(plan_of(fp.schedules.one_f_one_b(3, 5)), PARAMS, BATCH, feeds=FEEDS)
+    more = record_values(plan_of(S.one_f_one_b(3, 5)), PARAMS, BATCH, feeds=FEEDS)
     with pytest.raises(fp.PlanError, match="4 and 5 microbatches"):
         first_difference(record, more)
     fewer = fp.testing.ValueRecord(record.values, record.order[:1], record.result)

@@ -15,6 +15,7 @@ from nets import net
 from watch import num_tensors
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.core.errors import Where
 from funcpipe.testing import Fault, FaultAt
 
@@ -82,7 +83,7 @@ def test_faults_strike_at_their_action(schedule):
 @pytest.mark.parametrize("executor", [*EXECUTORS, "sequential"])
 def test_b_is_the_backward_also_where_it_is_split(executor):
     stages, params, state = net()
-    split, whole = fp.schedules.zero_bubble(3, 4), fp.schedules.one_f_one_b(3, 4)
+    split, whole = S.zero_bubble(3, 4), S.one_f_one_b(3, 4)
     failing = FaultAt(1, 2, fp.Kind.B)(stages)
     for schedule in (split, whole):
         with pytest.raises(Fault) as error:
@@ -96,7 +97,7 @@ def test_b_is_the_backward_also_where_it_is_split(executor):
 def test_coordinates_and_objects():
     """The error is the user's, with its coordinates; an instance arrives as itself, every time."""
     stages, params, state = net()
-    schedule = fp.schedules.one_f_one_b(3, 4)
+    schedule = S.one_f_one_b(3, 4)
     with pytest.raises(Fault) as error:
         attempt(FaultAt(2, 1, "B")(stages), params, state, schedule, "threads")
     assert Where(2, "last", 1, "2B1", "2 (cpu)") == error.value.funcpipe
@@ -117,7 +118,7 @@ def test_coordinates_and_objects():
 def test_functions_change_what_is_there(executor):
     """NaN in an activation or a gradient, a stage that takes long; None changes nothing."""
     stages, params, state = net()
-    schedule = fp.schedules.remat(fp.schedules.one_f_one_b(3, 4))
+    schedule = S.remat(S.one_f_one_b(3, 4))
     expected = attempt(stages, params, state, schedule)
     nan = lambda t: t * float("nan")
     result = attempt(FaultAt(1, 2, "F", error=nan)(stages), params, state, schedule, executor)
@@ -144,7 +145,7 @@ def test_nothing_of_a_failed_run_is_reachable(kind):
     """A fault that is a type keeps nothing."""
     stages, params, state = net()
     failing = FaultAt(1, 2, kind, error=Boom)(stages)
-    schedule = fp.schedules.one_f_one_b(3, 4)
+    schedule = S.one_f_one_b(3, 4)
     for executor in EXECUTORS:
         counted = []
         for _ in range(3):
@@ -179,7 +180,7 @@ def test_a_composition_of_faulty_stages_still_fails():
             made,
             (params[0], params[1:3], params[3]),
             (state[0], ((), ()), state[3]),
-            fp.schedules.one_f_one_b(3, 4),
+            S.one_f_one_b(3, 4),
         )
     assert "1B1" == error.value.funcpipe.action
 
@@ -196,10 +197,10 @@ def test_a_tensor_that_stands_twice_stays_one():
 
     use = fp.stage(lambda p, x, *, skips: x["h"] + 2 * skips["s"] + x["c"][:, None], pop=["s"])
     stages, seen = [fp.stage(fn, stash=["s"]), use], []
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     expected = fp.run(plan, (P, ()), (X, X))
     made = FaultAt(0, 1, "B", error=lambda t: seen.append(t))(stages)
-    again = fp.make_plan(made, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    again = fp.make_plan(made, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     assert_same_result(expected, fp.run(again, (P, ()), (X, X)))
     assert 1 == len(seen)
 
@@ -235,7 +236,7 @@ def test_a_changed_model_is_refused_beneath_a_fault():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     stage, params, _ = fp.from_module(model, name="part")
     stages = FaultAt(0, 0, "R")([stage])  # the schedule has no R
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss)
+    plan = fp.make_plan(stages, S.fill_drain(1, 2), loss=F.mse_loss)
     x = torch.randn(4, 3)
     fp.run(plan, (params,), (x, x), seed=0)
     model[1].p = 0.1

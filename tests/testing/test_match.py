@@ -12,6 +12,7 @@ from faulty import P, X, plain
 from nets import Q, net
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe._src.testing.match import differences
 from funcpipe.testing import assert_matches_sequential
 
@@ -19,11 +20,7 @@ from funcpipe.testing import assert_matches_sequential
 def test_what_is_right_passes():
     stages, params, state = net()
     plan = fp.make_plan(
-        stages,
-        fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)),
-        loss=F.mse_loss,
-        devices="cpu",
-        outputs=True,
+        stages, S.remat(S.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu", outputs=True
     )
     with fp.lanes(plan) as lanes:
         executors = (*EXECUTORS, lanes)
@@ -36,9 +33,7 @@ def test_what_is_right_passes():
 
 def test_plans_without_a_loss():
     stages, params, state = net()
-    plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(3, 2, backward=False), devices="cpu", train=True
-    )
+    plan = fp.make_plan(stages, S.fill_drain(3, 2, backward=False), devices="cpu", train=True)
     assert assert_matches_sequential(plan, params, X, state=state, seed=1).loss is None
 
 
@@ -51,9 +46,7 @@ def test_what_differs_is_named():
     """The leaf that is first made wrong, how many numbers, by how much; all that differ are
     listed."""
     stages = [fp.stage(differs_by_thread, name="odd"), fp.stage(plain)]
-    plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True
-    )
+    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True)
     with pytest.raises(AssertionError) as error:
         assert_matches_sequential(plan, (P, Q), (X, X))
     title, *lines = str(error.value).splitlines()
@@ -115,16 +108,10 @@ def test_the_whole_batch():
     stages = [fp.stage(plain), fp.stage(plain)]
     x = torch.cat([X, X, X[:2]])
     for loss in (F.mse_loss, lambda y, t: (F.mse_loss(y, t, reduction="sum"), y.numel())):
-        plan = fp.make_plan(
-            stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True
-        )
+        plan = fp.make_plan(stages, S.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True)
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
     plan = fp.make_plan(
-        stages,
-        fp.schedules.one_f_one_b(2, 4),
-        loss=F.mse_loss,
-        weight=lambda t: 1,
-        devices="cpu",
+        stages, S.one_f_one_b(2, 4), loss=F.mse_loss, weight=lambda t: 1, devices="cpu"
     )
     with pytest.raises(
         AssertionError,
@@ -134,9 +121,7 @@ def test_the_whole_batch():
 
 
 def test_executors_must_be_some():
-    plan = fp.make_plan(
-        [fp.stage(plain)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
-    )
+    plan = fp.make_plan([fp.stage(plain)], S.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
     for executors in ((), "serial"):
         with pytest.raises(fp.PlanError, match="executors is a sequence"):
             assert_matches_sequential(plan, (P,), (X, X), executors=executors)

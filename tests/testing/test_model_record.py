@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe import schedules as S
 from funcpipe.testing import first_difference, record_model, record_values
 
 
@@ -28,7 +29,7 @@ class Net(nn.Module):
         return self.head(x if scale is None else x * scale)
 
 
-def case(schedule=fp.schedules.one_f_one_b, **options):
+def case(schedule=S.one_f_one_b, **options):
     """A model, its split, a plan of three stages and a batch."""
     torch.manual_seed(0)
     model = Net()
@@ -49,9 +50,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "schedule", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.fill_drain]
-)
+@pytest.mark.parametrize("schedule", [S.one_f_one_b, S.zero_bubble, S.fill_drain])
 def test_a_run_is_the_model(schedule):
     model, split, plan, batch = case(schedule)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -59,7 +58,7 @@ def test_a_run_is_the_model(schedule):
     found = record_values(plan, split.params, batch, state=split.state, **OPTIONS)
     assert first_difference(wanted, found) is None
     names = {(action.kind.value, name) for action, name in wanted.values}
-    backward = "I" if schedule is fp.schedules.zero_bubble else "B"
+    backward = "I" if schedule is S.zero_bubble else "B"
     assert names == {("F", "output"), ("F", "loss"), (backward, "output gradient")}
     assert len(wanted.values) == 3 * 4 + 4 + 2 * 4
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -120,6 +119,6 @@ def test_wrong_calls():
     with pytest.raises(fp.PlanError, match="'layers' was called 0 times"):
         record_model(model, ["layers.0", "layers"], *given, state=split.state)
     feeding = fp.stage(lambda p, x, *, feeds: x, feeds=["mask"])
-    fed = fp.make_plan([feeding], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    fed = fp.make_plan([feeding], S.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.PlanError, match="feeds or slices"):
         record_model(model, [], fed, ((),), batch)
