@@ -112,6 +112,11 @@ def forward_plan(stages, num_microbatches: int, **options) -> fp.Plan:
     return fp.make_plan(stages, schedule, devices="cpu", **options)
 
 
+def search(cost: fp.Cost, num_devices: int, num_microbatches: int, **options):
+    """A search for so many devices and microbatches."""
+    return fp.search(cost, num_devices=num_devices, num_microbatches=num_microbatches, **options)
+
+
 def same(a, b) -> bool:
     """Bit for bit, structure included; NaN equals NaN."""
     left, spec = flatten(a)

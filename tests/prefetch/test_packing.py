@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn as nn
+from common import mse_plan
 from torch.nn.functional import mse_loss
 
 import funcpipe as fp
@@ -75,7 +76,7 @@ def test_attention_is_the_share_of_the_longest_sample():
 def test_the_order_is_shorter_than_others(schedule, samples):
     """On average over random lengths: than the same groups ascending, descending, and shuffled."""
     rng, times = random.Random(0), {"pack": 0.0, "up": 0.0, "down": 0.0, "shuffled": 0.0}
-    for _ in range(20):
+    for _ in range(10):
         factors = [*pack([rng.lognormvariate(6, 1) for _ in range(samples)], 8).factors]
         orders = {
             "pack": factors,
@@ -97,7 +98,7 @@ def test_a_packed_batch_trains_like_plain_torch():
     packing = pack([90, 10, 10, 40, 30, 20, 10, 10, 10, 80, 50], 4, attention=0.5)
     assert len({len(group) for group in packing.groups}) > 1
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=mse_loss, devices="cpu")
+    plan = mse_plan(split, fp.schedules.one_f_one_b(2, 4))
     cut = [fp.Microbatches([t[list(group)] for group in packing.groups]) for t in (x, y)]
     result = fp.run(plan, split.params, tuple(cut))
     loss = mse_loss(model(x), y)

@@ -27,10 +27,15 @@ from rank_tasks import (
     differences,
     everything,
     everything_of,
+    joined,
     local,
     loss_with_aux,
     owners,
-    parts,
+    plan_of,
+    unequal,
+    unless,
+    unlike,
+    unlike_gradients,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -44,6 +49,11 @@ from funcpipe._src.replicas.replicas import Replicas
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 from recorder import Recorder
+
+
+@fp.stage
+def layer(p, x):
+    return torch.tanh(x @ p["w"] + p["b"])
 
 
 class Done:
@@ -191,6 +201,14 @@ def put(recorder, trees, plan):
             recorder.put(tree, device)
 
 
+def placed(recorder, plan, params, state, ranks):
+    """Parameters and state of a rank, which the recorder knows on their devices."""
+    own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
+    put(recorder, own, plan)
+    put(recorder, at, plan)
+    return own, at
+
+
 def on_devices(rank, size, numbers, rows, way):
     """Runs of schedules on devices, against one process on the CPU; (differences, faults of order,
     what was seen).
@@ -211,9 +229,7 @@ def on_devices(rank, size, numbers, rows, way):
             recorded(way) as (recorder, freed),
             fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks,
         ):
-            own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-            put(recorder, own, plan)
-            put(recorder, at, plan)
+            own, at = placed(recorder, plan, params, state, ranks)
             for count in rows:
                 x, target, scale = batch(count)
                 if turn % size == rank:
@@ -266,9 +282,7 @@ def without_a_wait(rank, size, skip):
         recorded("joined", skip if rank == 1 else None) as (recorder, _),
         fp.ranks(plan, timeout=30.0) as ranks,
     ):
-        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        put(recorder, own, plan)
-        put(recorder, at, plan)
+        own, at = placed(recorder, plan, params, state, ranks)
         for seed in range(2):
             fp.run(
                 plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks
@@ -284,38 +298,24 @@ def replicas_on_devices(rank, size, way, reduced):
     if reduced:
         schedule = S.reduce_grads(schedule)
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, devices=on(way, 2))
-    whole = fp.make_plan(stages, S.fill_drain(4, 8), loss=loss_with_aux, devices="cpu")
+    whole = plan_of(stages, S.fill_drain(4, 8), loss=loss_with_aux)
     batches = [batch(count) for count in (8, 10)]
-    joined = [
-        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)
-    ]
+    *given, feed = joined(batches)
     wrong = []
     with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
-        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        put(recorder, own, plan)
-        put(recorder, at, plan)
+        own, at = placed(recorder, plan, params, state, ranks)
         for seed in range(2):
             x, target, scale = batches[ranks.replica]
             with plainly():
                 want = fp.run_sequential(
-                    whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, seed=seed
+                    whole, params, given, state=state, feeds={"scale": feed}, seed=seed
                 )
             got = fp.run(
                 plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks
             )
-            wrong += [
-                name
-                for name in ("loss", "losses", "aux")
-                if not same(getattr(want, name), getattr(got, name))
-            ]
-            wrong += [f"state[{s}]" for s in ranks.stages if not same(want.state[s], got.state[s])]
-            for stage in ranks.stages:
-                for key, gradient in want.grads[stage].items():
-                    other = got.grads[stage][key]
-                    if gradient is None or other is None:
-                        wrong += [] if gradient is other else [f"grads[{stage}][{key}]"]
-                    elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
-                        wrong.append(f"grads[{stage}][{key}]")
+            wrong += unlike(want, got, "loss", "losses", "aux")
+            wrong += [f"state[{stage}]" for stage in unequal(want.state, got.state, ranks.stages)]
+            wrong += unlike_gradients(want, got, ranks.stages)
     return wrong, recorder.finish(), bool(recorder.groups)
 
 
@@ -342,13 +342,11 @@ def stuck(rank, size, what):
     whole = (replace(stages[0], fn=first), replace(stages[1], commit=commit), *stages[2:])
     schedule = S.one_f_one_b(4, 4)
     plan = fp.make_plan(whole, schedule, loss=loss_with_aux, devices=on("joined", 4))
-    plain = fp.make_plan(stages, schedule, loss=loss_with_aux, devices="cpu")
+    plain = plan_of(stages, schedule, loss=loss_with_aux)
     x, target, scale = batch(8)
     options = {"feeds": {"scale": scale}, "seed": 1}
     with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=2.0) as ranks:
-        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        put(recorder, own, plan)
-        put(recorder, at, plan)
+        own, at = placed(recorder, plan, params, state, ranks)
         go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
         began = time.monotonic()
         inside = standing if what == "stands" else hanging
@@ -369,12 +367,21 @@ def stuck(rank, size, what):
         )
 
 
-def lost(rank, size, way):
-    """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and
-    then it is back."""
+@contextmanager
+def four_lanes():
+    """A run of 1F1B on four joined devices; with its recorder."""
     stages, params, state = everything()
     plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
     x, target, scale = batch(8)
+    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
+        own, at = placed(recorder, plan, params, state, ranks)
+        given = {"state": at, "feeds": {"scale": scale}, "seed": 1, "executor": ranks}
+        yield partial(fp.run, plan, own, (x, target), **given), recorder
+
+
+def lost(rank, size, way):
+    """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and
+    then it is back."""
 
     def broken(*args):
         raise torch.distributed.DistBackendError(
@@ -382,13 +389,7 @@ def lost(rank, size, way):
             "2.28.9\nLast error:"
         )
 
-    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
-        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        put(recorder, own, plan)
-        put(recorder, at, plan)
-        go = partial(
-            fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks
-        )
+    with four_lanes() as (go, _):
         go()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
@@ -447,22 +448,13 @@ def hanging(recorder):
 
 def not_joined(rank, size):
     """What both processes say when the devices of rank 1 cannot be joined; and then they can."""
-    stages, params, state = everything()
-    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
-    x, target, scale = batch(8)
 
     def broken(*args):
         raise RuntimeError(
             "NCCL error in: NCCLUtils.cpp:90, unhandled system error\nncclSystemError: System call"
         )
 
-    with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
-        own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        put(recorder, own, plan)
-        put(recorder, at, plan)
-        go = partial(
-            fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks
-        )
+    with four_lanes() as (go, recorder):
         if rank == 1:
             recorder.joined = broken
         with pytest.raises(fp.PeerError) as caught:
@@ -476,10 +468,6 @@ def parts_on_devices(rank, size, way, rows):
     rows of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
-    @fp.stage
-    def layer(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
-
     g = torch.Generator().manual_seed(1)
     params = tuple(
         {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()}
@@ -488,11 +476,9 @@ def parts_on_devices(rank, size, way, rows):
     schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
     schedule = S.gather_params(schedule, whole=1)
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices=on(way, 2))
-    whole = fp.make_plan([layer] * 4, S.fill_drain(4, 8), loss=F.mse_loss, devices="cpu")
+    whole = plan_of([layer] * 4, S.fill_drain(4, 8))
     batches = [[torch.randn(count, 6, generator=g).double() for _ in "xy"] for count in rows]
-    joined = [
-        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(2)
-    ]
+    given = joined(batches)
     wrong = []
     with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         own = fp.place(plan, params, ranks, shard=True)
@@ -503,22 +489,13 @@ def parts_on_devices(rank, size, way, rows):
         )
         for _ in range(2):
             with plainly():
-                want = fp.run_sequential(whole, params, joined)
+                want = fp.run_sequential(whole, params, given)
             got = fp.run(plan, own, batches[ranks.replica], executor=ranks)
             faults = [*recorder.finish()]
-            wrong += [] if same(want.losses, got.losses) else ["losses"]
-            for stage in ranks.stages:
-                wrong += [
-                    f"grads[{stage}][{key}]"
-                    for key, gradient in want.grads[stage].items()
-                    if not torch.allclose(
-                        gradient, got.grads[stage][key].full_tensor(), rtol=1e-12, atol=1e-12
-                    )
-                ]
+            wrong += unless(same(want.losses, got.losses), "losses")
+            wrong += unlike_gradients(want, got, ranks.stages)
             with plainly():
-                wrong += (
-                    [] if torch.allclose(fp.global_norm(want), fp.global_norm(got)) else ["norm"]
-                )
+                wrong += unless(torch.allclose(fp.global_norm(want), fp.global_norm(got)), "norm")
     return wrong, faults
 
 
@@ -640,16 +617,12 @@ def steps_on_devices(rank, size, way, kind, together=False):
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
-    @fp.stage
-    def layer(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
-
     schedule = S.interleaved(4, 4, num_devices=2)
     if kind == "sharded":
         schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
         schedule = S.reduce_grads(schedule)
-    plain = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cpu")
+    plain = plan_of([layer] * 4, schedule)
     stepping = fp.make_plan(
         [layer] * 4, S.step_params(schedule), loss=F.mse_loss, devices=on(way, 2)
     )
@@ -685,24 +658,20 @@ def steps_on_devices(rank, size, way, kind, together=False):
                 stepping, params, [tuple(batches[ranks.replica])] * len(wants), **given
             )
             with plainly():
-                wrong += [] if same(wants[-1][-1], everything_of(params, optimizer)) else ["bits"]
+                wrong += unless(same(wants[-1][-1], everything_of(params, optimizer)), "bits")
                 told = [(result.loss, result.norm) for result in results]
-                wrong += [] if same([want[:2] for want in wants], told) else ["losses, norms"]
+                wrong += unless(same([want[:2] for want in wants], told), "losses, norms")
         for want in [] if together else wants:
             result = fp.run(stepping, params, tuple(batches[ranks.replica]), **given)
             with plainly():
                 got = result.loss, result.norm, everything_of(params, optimizer)
-                wrong += [] if same(want, got) else ["bits"]
+                wrong += unless(same(want, got), "bits")
     return wrong, recorder.finish()
 
 
 def replicas_on_gpus(rank, size, shard):
     """Two replicas on real devices, against one process with the rows of both: (what differs,
     whether they were joined)."""
-
-    @fp.stage
-    def layer(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
 
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "pp"))
     schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=1))
@@ -725,18 +694,16 @@ def replicas_on_gpus(rank, size, shard):
         rows = slice(8 * ranks.replica, 8 * ranks.replica + 8)
         for _ in range(3):
             got = fp.run(plan, own, (x[rows], target[rows]), executor=ranks)
-            wrong += [] if same(at_home(want.losses), at_home(got.losses)) else ["losses"]
+            wrong += unless(same(at_home(want.losses), at_home(got.losses)), "losses")
             for one, other in zip(fp.leaves(want.grads), fp.leaves(got.grads), strict=True):
                 # Not its full_tensor(): gloo's own gathering of tensors of devices ends processes
                 # (pytorch/pytorch#152645).
                 one, other = (
                     (one.chunk(2)[ranks.replica], other.to_local()) if shard else (one, other)
                 )
-                wrong += [] if torch.allclose(one, other, rtol=1e-12, atol=1e-12) else ["gradients"]
-            wrong += (
-                []
-                if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu())
-                else ["norm"]
+                wrong += unless(torch.allclose(one, other, rtol=1e-12, atol=1e-12), "gradients")
+            wrong += unless(
+                torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu()), "norm"
             )
     return wrong, bool(JOINED)
 
@@ -747,10 +714,6 @@ def steps_on_gpus(rank, size, kind):
 
     Two lanes, or two replicas whose gradients are summed, or whose parameters are gathered.
     """
-
-    @fp.stage
-    def layer(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
 
     if kind == "lanes":
         mesh, options = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",)), {}

@@ -53,6 +53,82 @@ class Record:
     name: str = "record"
 
 
+def plan_of(stages, schedule, *, loss=F.mse_loss, **options):
+    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
+
+
+def unless(right, what):
+    """What is wrong, as a list: nothing if it is right."""
+    return [] if right else [what]
+
+
+def unlike(want, got, *names):
+    """The fields of two results that differ."""
+    return [name for name in names if not same(getattr(want, name), getattr(got, name))]
+
+
+def unlike_gradients(want, got, stages):
+    """The gradients of stages that differ by more than rounding, sharded ones as a whole."""
+    wrong = []
+    for stage in stages:
+        for key, gradient in want.grads[stage].items():
+            other = entire(got.grads[stage][key])
+            if gradient is None or other is None:
+                wrong += unless(gradient is other, f"grads[{stage}][{key}]")
+            elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
+                wrong.append(f"grads[{stage}][{key}] {(gradient - other).abs().max()}")
+    return wrong
+
+
+def joined(batches):
+    """The microbatches of several replicas, for one process that has them all."""
+    return [
+        fp.Microbatches(part for tensor in tensors for part in parts(tensor))
+        for tensors in zip(*batches, strict=True)
+    ]
+
+
+def unequal(one, other, stages):
+    """The stages whose trees differ."""
+    return [stage for stage in stages if not same(one[stage], other[stage])]
+
+
+def numbers_of(results):
+    """What each of several results says of its batch."""
+    return [(result.loss, result.losses, result.weight, result.norm) for result in results]
+
+
+@contextlib.contextmanager
+def unchanged(wrong, params, optimizer):
+    """Inside, something fails, and parameters and the optimizer's state must stay as they are."""
+    before = everything_of(params, optimizer)
+    yield
+    wrong += unless(same(before, everything_of(params, optimizer)), "a failure left something")
+
+
+@contextlib.contextmanager
+def counted_walks(walks):
+    """Inside, each walk of lanes adds how many executions it has."""
+    walk = Lanes.walk
+
+    def walked(self, executions):
+        walks.append(len(executions))
+        return walk(self, executions)
+
+    with mock.patch.object(Lanes, "walk", walked):
+        yield
+
+
+def planted():
+    """The error of a failure on purpose, here or on another rank."""
+    return pytest.raises((ArithmeticError, fp.PeerError), match="planted")
+
+
+def dp_and_pp(replicas, ranks):
+    """A mesh of so many replicas of pipelines."""
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+
+
 def linear(i, o, g):
     return {
         "w": torch.randn(o, i, generator=g, dtype=torch.float64),
@@ -134,11 +210,7 @@ def batch(rows):
 
 def differences(want, got, stages, *, last):
     """The fields in which a rank's result is not what one process gives."""
-    wrong = [
-        name
-        for name in ("loss", "weight", "losses", "aux")
-        if not same(getattr(want, name), getattr(got, name))
-    ]
+    wrong = unlike(want, got, "loss", "weight", "losses", "aux")
     for name in ("grads", "state"):
         for stage, (one, other) in enumerate(
             zip(getattr(want, name) or (), getattr(got, name) or (), strict=True)
@@ -241,36 +313,36 @@ def fresh(params):
     return tuple({k: v.clone().requires_grad_() for k, v in p.items()} for p in params)
 
 
-def training(rank, size, kind, compiled):
+def new_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+
+def tokens():
+    """Two batches of 7 rows of 4 tokens for the tied model."""
+    g = torch.Generator().manual_seed(5)
+    return tuple(torch.randint(11, (7, 4), generator=g) for _ in range(2))
+
+
+def cross_entropy(out, target, **options):
+    return F.cross_entropy(out.flatten(0, 1), target.flatten(), **options)
+
+
+def training(rank, size, kind):
     """Steps of AdamW with clipping, a loss scale or a scaler; rank by rank against one process."""
     stages, start, ties = tied_model()
-    if compiled:
-        stages = [fp.compile_stage(stage) for stage in stages]
-    schedule = S.zero_bubble(4, 3) if compiled else S.one_f_one_b(4, 3)
-    loss = nn.CrossEntropyLoss(ignore_index=2) if kind != "late" else late_cross_entropy
-    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
-    g = torch.Generator().manual_seed(5)
-    x, y = (torch.randint(11, (7, 4), generator=g) for _ in range(2))
+    loss = {"loss": late_cross_entropy}
     if kind != "late":
-        plan = fp.make_plan(
-            stages,
-            schedule,
-            loss=lambda out, t: loss(out.flatten(0, 1), t.flatten()),
-            ties=ties,
-            weight=lambda t: float((t != 2).sum()),
-            devices="cpu",
-        )
+        loss["loss"] = partial(cross_entropy, ignore_index=2)
+        loss["weight"] = lambda t: float((t != 2).sum())
+    plan = plan_of(stages, S.one_f_one_b(4, 3), ties=ties, **loss)
+    x, y = tokens()
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
         steps = []
         for params in (alone, ours):
             optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05)
-            scaler = (
-                torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-                if kind == "scaler"
-                else None
-            )
+            scaler = new_scaler() if kind == "scaler" else None
             steps.append((params, optimizer, scaler))
         for number in range(4):
             results = []
@@ -291,7 +363,7 @@ def training(rank, size, kind, compiled):
                 )
             if not same(*results):
                 wrong.append((number, [str(each) for each in results]))
-        wrong += [stage for stage in ranks.stages if not same(alone[stage], ours[stage])]
+        wrong += unequal(alone, ours, ranks.stages)
     return wrong
 
 
@@ -300,16 +372,11 @@ def stepping(rank, size, kind):
     a scale, late weights."""
     stages, start, ties = tied_model()
     schedule = S.one_f_one_b(4, 3)
-    loss = (
-        late_cross_entropy
-        if kind == "late"
-        else lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
-    )
+    loss = late_cross_entropy if kind == "late" else cross_entropy
     plain, plan = (
-        fp.make_plan(stages, one, loss=loss, ties=ties, devices="cpu")
-        for one in (schedule, S.step_params(schedule))
+        plan_of(stages, one, loss=loss, ties=ties) for one in (schedule, S.step_params(schedule))
     )
-    x, y = (torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    x, y = tokens()
     max_norm, scale = 0.5 if kind == "clips" else 100.0, 4.0 if kind == "scale" else 1.0
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -320,29 +387,14 @@ def stepping(rank, size, kind):
                 plain, alone, (x, y), executor="serial", threads_per_lane=1, loss_scale=scale
             )
             norm = fp.step(theirs, alone, want, max_norm=max_norm)
-            options = {
-                "optimizer": mine,
-                "max_norm": max_norm,
-                "executor": ranks,
-                "threads_per_lane": 1,
-            }
-            got = fp.run(plan, ours, (x, y), **options, loss_scale=scale)
-            wrong += (
-                []
-                if same(norm, got.norm) and same(want.loss, got.loss)
-                else [(number, str(norm), str(got.norm))]
-            )
-            wrong += [
-                (number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])
-            ]
-        before = snapshot([ours[stage] for stage in ranks.stages])
-        with pytest.raises(fp.RanksError, match="max_norm"):
+            options = {"optimizer": mine, "executor": ranks, "threads_per_lane": 1}
+            got = fp.run(plan, ours, (x, y), **options, max_norm=max_norm, loss_scale=scale)
+            facts = (norm, want.loss), (got.norm, got.loss)
+            wrong += unless(same(*facts), f"{number}: {facts}")
+            wrong += [(number, stage) for stage in unequal(alone, ours, ranks.stages)]
+        refused = pytest.raises(fp.RanksError, match="max_norm")
+        with unchanged(wrong, ours, mine), refused:
             fp.run(plan, ours, (x, y), optimizer=mine, max_norm=1.0 + rank, executor=ranks)
-        wrong += (
-            []
-            if same(before, snapshot([ours[stage] for stage in ranks.stages]))
-            else ["a run that was refused"]
-        )
     return wrong
 
 
@@ -358,16 +410,13 @@ def unlike_options(rank, size, kind):
         loss, options = F.mse_loss, {"lanes": None}
     else:
         stages, start, ties = tied_model()
-        schedule = S.one_f_one_b(4, 3)
-        x, y = (
-            torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(5)) for _ in range(2)
-        )
-        loss = lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
+        schedule, loss = S.one_f_one_b(4, 3), cross_entropy
+        x, y = tokens()
         options = {"lanes": owners(4, size)}
     if kind == "inside":
         schedule = S.step_params(schedule)
-    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "pp"))
+    plan = plan_of(stages, schedule, loss=loss, ties=ties)
+    mesh = dp_and_pp(size, 1)
     where = (mesh,) if kind == "replicas" else ()
     options |= {"dp": "dp"} if kind == "replicas" else {}
     with fp.ranks(plan, *where, **options, timeout=30.0) as ranks:
@@ -380,10 +429,10 @@ def unlike_options(rank, size, kind):
                     fp.run(plan, params, (x, y), optimizer=optimizer, executor=ranks)
                 else:
                     fp.step(optimizer, params, fp.run(plan, params, (x, y), executor=ranks))
+                text = ""
             except fp.RanksError as error:
-                found.append((str(error), same(before, snapshot(params))))
-            else:
-                found.append(("", same(before, snapshot(params))))
+                text = str(error)
+            found.append((text, same(before, snapshot(params))))
     return found
 
 
@@ -401,7 +450,7 @@ def several_batches(rank, size, kind):
         start[3]["a"] = start[0]["a"].clone()
     schedule = S.step_params(S.zero_bubble(4, 3))
     loss = counted_squares if kind == "late" else F.mse_loss
-    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu")
+    plan = plan_of(stages, schedule, loss=loss, ties=ties)
     batches = [(torch.randn(rows, 6), torch.randn(rows, 6)) for rows in (7, 6, 6, 9)]
     if kind == "scale":
         batches[2] = batches[2][0], torch.full_like(batches[2][1], torch.inf)
@@ -411,7 +460,7 @@ def several_batches(rank, size, kind):
         "loss_scale": 4.0 if kind == "scale" else 1.0,
     }
     options |= {"threads_per_lane": 1, "seed": 5}
-    wrong, walks, walk = [], [], Lanes.walk
+    wrong, walks = [], []
     with fp.ranks(plan, lanes=owners(4, size), timeout=20.0) as ranks:
         alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
         if kind == "tied":
@@ -429,85 +478,42 @@ def several_batches(rank, size, kind):
         held = [state, None if state is None else fp.place(plan, state, ranks)]
         given = [batch if rank in (0, size - 1) else None for batch in batches]
 
-        def walked(self, executions):
-            walks.append(len(executions))
-            return walk(self, executions)
-
         for number in range(3):
-            serial = {
-                **options,
-                "optimizer": theirs,
-                "scheduler": rates[0],
-                "executor": "serial",
-                "state": held[0],
-            }
-            want = fp.run_batches(plan, alone, batches, **serial)
-            more = {
-                **options,
-                "optimizer": mine,
-                "scheduler": rates[1],
-                "executor": ranks,
-                "state": held[1],
-            }
+            serial = {"optimizer": theirs, "scheduler": rates[0], "executor": "serial"}
+            want = fp.run_batches(plan, alone, batches, **options, **serial, state=held[0])
+            more = {**options, "optimizer": mine, "scheduler": rates[1], "executor": ranks}
+            more["state"] = held[1]
             if kind == "refused" and number == 1:
-                before = everything_of(ours, mine)
-                with pytest.raises(
-                    fp.RanksError,
-                    match="same number of batches on every rank: rank 0 got 4; rank 1 got 3",
-                ):
-                    fp.run_batches(plan, ours, given[: 4 - rank], **more)
-                with pytest.raises(fp.RanksError, match="max_norm"):
-                    fp.run_batches(plan, ours, given, **{**more, "max_norm": 1.0 + rank})
-                wrong += (
-                    [] if same(before, everything_of(ours, mine)) else ["a refusal left something"]
-                )
+                counts = "same number of batches on every rank: rank 0 got 4; rank 1 got 3"
+                with unchanged(wrong, ours, mine):
+                    with pytest.raises(fp.RanksError, match=counts):
+                        fp.run_batches(plan, ours, given[: 4 - rank], **more)
+                    with pytest.raises(fp.RanksError, match="max_norm"):
+                        fp.run_batches(plan, ours, given, **{**more, "max_norm": 1.0 + rank})
             if kind == "fails" and number == 1:
-                before = everything_of(ours, mine)
-                with (
-                    FAILS_IN_SECOND.on(rank == size - 1),
-                    pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
-                ):
+                failing = FAILS_IN_SECOND.on(rank == size - 1)
+                with unchanged(wrong, ours, mine), failing, planted():
                     fp.run_batches(plan, ours, given, **more)
-                wrong += (
-                    [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
-                )
             if kind == "last step" and number == 1:
-                before, steps, own_step = (
-                    everything_of(ours, mine),
-                    iter(range(8)),
-                    torch.optim.AdamW.step,
-                )
+                steps, own_step = iter(range(8)), torch.optim.AdamW.step
 
-                def step(
-                    optimizer, steps=steps, own_step=own_step
-                ):  # of two stages here, of both at once at rank 0
+                # A step is of two stages here, and of both stages at once at rank 0.
+                def step(optimizer, steps=steps, own_step=own_step):
                     if next(steps) == 7:
                         raise ArithmeticError("planted")
                     return own_step(optimizer)
 
-                planted = pytest.raises((ArithmeticError, fp.PeerError), match="planted")
-                with mock.patch.object(torch.optim.AdamW, "step", step), planted:
+                failing = mock.patch.object(torch.optim.AdamW, "step", step)
+                with unchanged(wrong, ours, mine), failing, planted():
                     fp.run_batches(plan, ours, given, **more)
-                wrong += (
-                    []
-                    if same(before, everything_of(ours, mine))
-                    else ["a last step left something"]
-                )
-            with mock.patch.object(Lanes, "walk", walked):
+            with counted_walks(walks):
                 got = fp.run_batches(plan, ours, given, **more)
             if state is not None:
                 held = [want[-1].state, got[-1].state]
-                wrong += [
-                    stage for stage in ranks.stages if not same(held[0][stage], held[1][stage])
-                ]
-            facts = [
-                [(one.loss, one.losses, one.weight, one.norm) for one in results]
-                for results in (want, got)
-            ]
-            wrong += [] if same(*facts) else [f"{number}: {facts}"]
-            wrong += [
-                (number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])
-            ]
+                wrong += unequal(*held, ranks.stages)
+            facts = numbers_of(want), numbers_of(got)
+            wrong += unless(same(*facts), f"{number}: {facts}")
+            wrong += [(number, stage) for stage in unequal(alone, ours, ranks.stages)]
     return wrong, walks
 
 
@@ -564,15 +570,9 @@ def several_batches_of_replicas(rank, size, kind):
         schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
         schedule = S.reduce_grads(schedule)
-    plan = fp.make_plan(stages, S.step_params(schedule), loss=F.mse_loss, devices="cpu")
-    wrong, walks, walk = [], [], Lanes.walk
-
-    def walked(self, executions):
-        walks.append(len(executions))
-        return walk(self, executions)
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+    plan = plan_of(stages, S.step_params(schedule))
+    wrong, walks = [], []
+    with fp.ranks(plan, dp_and_pp(2, 2), dp="dp", timeout=20.0) as ranks:
         torch.manual_seed(2 + ranks.replica)
         rows = [8, 9, 8, 2 if kind == "uneven" and ranks.replica else 8]
         batches = [(torch.randn(count, 6), torch.randn(count, 6)) for count in rows]
@@ -584,31 +584,20 @@ def several_batches_of_replicas(rank, size, kind):
         for number in range(3):
             seeds = [fp.fold_in(number, place) for place in range(len(batches))]
             want = [
-                fp.run(plan, alone, one, optimizer=theirs, seed=seed, **options)
+                fp.run(plan, alone, one, optimizer=theirs, **{**options, "seed": seed})
                 for one, seed in zip(batches, seeds, strict=True)
             ]
+            options["seed"] = number
             if kind == "fails" and number == 1:
-                before = everything_of(ours, mine)
-                with (
-                    FAILS_IN_SECOND.on(rank == 2),
-                    pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
-                ):
-                    fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
-                wrong += (
-                    [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
-                )
-            with mock.patch.object(Lanes, "walk", walked):
-                got = fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
-            facts = [
-                [(one.loss, one.losses, one.weight, one.norm) for one in results]
-                for results in (want, got)
-            ]
-            wrong += [] if same(*facts) else [f"{number}: {facts}"]
-            wrong += (
-                []
-                if same(everything_of(alone, theirs), everything_of(ours, mine))
-                else [f"{number} a leaf"]
-            )
+                failing = FAILS_IN_SECOND.on(rank == 2)
+                with unchanged(wrong, ours, mine), failing, planted():
+                    fp.run_batches(plan, ours, batches, optimizer=mine, **options)
+            with counted_walks(walks):
+                got = fp.run_batches(plan, ours, batches, optimizer=mine, **options)
+            facts = numbers_of(want), numbers_of(got)
+            wrong += unless(same(*facts), f"{number}: {facts}")
+            leaves = everything_of(alone, theirs), everything_of(ours, mine)
+            wrong += unless(same(*leaves), f"{number} a leaf")
     return wrong, walks
 
 
@@ -627,11 +616,8 @@ def unused_leaves_of_replicas(rank, size, kind):
     start = tuple({name: torch.randn(6, 6) for name in ("both", "one", "never")} for _ in range(2))
     schedule = S.one_f_one_b(2, 2)
     steps = S.step_params(S.reduce_grads(schedule) if kind == "reduced" else schedule)
-    plan, stepping = (
-        fp.make_plan([fp.stage(chosen)] * 2, one, loss=F.mse_loss, devices="cpu")
-        for one in (schedule, steps)
-    )
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    plan, stepping = (plan_of([fp.stage(chosen)] * 2, one) for one in (schedule, steps))
+    mesh = dp_and_pp(2, 2)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         rows, want = [], []
         for _ in range(3):
@@ -644,7 +630,7 @@ def unused_leaves_of_replicas(rank, size, kind):
             params, optimizer = rows[0]
             result = fp.run(plan, params, batch, executor=ranks)
             names = {"never"} if number % 2 == 0 else {"one", "never"}
-            want += [] if names == {name for _, name in result.unused} else [result.unused]
+            want += unless(names == {name for _, name in result.unused}, result.unused)
             fp.step(optimizer, params, result)
             fp.run(stepping, rows[1][0], batch, optimizer=rows[1][1], executor=ranks)
         for pair in (batches[:2], batches[2:]):
@@ -656,12 +642,12 @@ def unused_leaves_of_replicas(rank, size, kind):
         whole = {
             name: leaf.full_tensor() if kind == "sharded" else leaf for name, leaf in mine.items()
         }
-        wrong += [] if torch.equal(before["never"], whole["never"]) else ["never"]
-        wrong += ["one"] if torch.equal(before["one"], whole["one"]) else []
+        wrong += unless(torch.equal(before["never"], whole["never"]), "never")
+        wrong += unless(not torch.equal(before["one"], whole["one"]), "one")
         face = ranks.schedule(rows[0][0])
         face.step(*batches[1][:1] if 0 in ranks.stages else (), target=x)
         grads = {name for name, leaf in mine.items() if leaf.grad is not None}
-        wrong += [] if grads == {"both"} else [grads]
+        wrong += unless(grads == {"both"}, grads)
     return want + wrong, {name: leaf.detach().clone() for name, leaf in whole.items()}
 
 
@@ -685,9 +671,7 @@ def goes_on(rank, size):
         fp.stage(first),
         *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)],
     ]
-    plan = fp.make_plan(
-        stages, S.step_params(S.one_f_one_b(size, 2)), loss=F.mse_loss, devices="cpu"
-    )
+    plan = plan_of(stages, S.step_params(S.one_f_one_b(size, 2)))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(
             plan, tuple(torch.tensor(1.5, requires_grad=True) for _ in range(size)), ranks
@@ -717,10 +701,10 @@ def stepping_replicas(rank, size, kind, rows):
         schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind not in ("plain", "hooked"):
         schedule = S.reduce_grads(schedule)
-    options = {"loss": counted if kind == "late" else loss_with_aux, "devices": "cpu"}
+    options = {"loss": counted if kind == "late" else loss_with_aux}
     options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
     plain, stepping = (
-        fp.make_plan(stages, one, **options) for one in (schedule, S.step_params(schedule))
+        plan_of(stages, one, **options) for one in (schedule, S.step_params(schedule))
     )
     max_norm, scale = 0.01 if kind == "clips" else 1e6, 4.0 if kind == "scale" else 1.0
     wrong, by_lanes = [], []
@@ -730,7 +714,7 @@ def stepping_replicas(rank, size, kind, rows):
         by_lanes.append(threading.current_thread() is not threading.main_thread())
         return own_step(optimizer)
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
         x, target, feed = batch(rows[ranks.replica])
         alone, ours = (
@@ -754,47 +738,26 @@ def stepping_replicas(rank, size, kind, rows):
             with mock.patch.object(torch.optim.AdamW, "step", step):
                 within = {**given, "optimizer": mine, "max_norm": max_norm}
                 if kind == "fails" and number == 2:
-                    before = everything_of(ours, mine)
-                    with (
-                        failing.armed(),
-                        pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
-                    ):
+                    with unchanged(wrong, ours, mine), failing.armed(), planted():
                         fp.run(stepping, ours, (x, to), **within)
-                    wrong += (
-                        []
-                        if same(before, everything_of(ours, mine))
-                        else ["a failure left something"]
-                    )
                 got = fp.run(stepping, ours, (x, to), **within)
-            wrong += (
-                []
-                if same((norm, want.loss), (got.norm, got.loss))
-                else [f"{number} norm {norm} {got.norm}"]
-            )
-            wrong += (
-                []
-                if (kind == "clips") == bool(norm > max_norm) or broken
-                else [f"{number} the norm is {norm}"]
-            )
-            wrong += (
-                []
-                if same(everything_of(alone, theirs), everything_of(ours, mine))
-                else [f"{number} a leaf"]
-            )
+            facts = (norm, want.loss), (got.norm, got.loss)
+            wrong += unless(same(*facts), f"{number} norm {facts}")
+            clips = bool(norm > max_norm)
+            wrong += unless(clips == (kind == "clips") or broken, f"{number} the norm is {norm}")
+            leaves = everything_of(alone, theirs), everything_of(ours, mine)
+            wrong += unless(same(*leaves), f"{number} a leaf")
     return wrong, sum(by_lanes)
 
 
 def stepping_whole_matrices(rank, size):
     """Two replicas of two lanes, with parts of matrices, and an optimizer that asks the other one
     for what it lacks."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
     stages = [fp.stage(lambda p, x: x + torch.tanh(x @ p))] * 4
     summed = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
     schedule = S.gather_params(summed, whole=1)
-    plain, stepping = (
-        fp.make_plan(stages, one, loss=F.mse_loss, devices="cpu")
-        for one in (schedule, S.step_params(schedule))
-    )
+    plain, stepping = (plan_of(stages, one) for one in (schedule, S.step_params(schedule)))
     generator = torch.Generator().manual_seed(4)
     start = [torch.randn(6, 6, generator=generator) * 0.3 for _ in stages]
     x, target = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(rank))
@@ -807,24 +770,21 @@ def stepping_whole_matrices(rank, size):
             norm = fp.step(theirs, alone, fp.run(plain, alone, (x, target), executor=ranks))
             got = fp.run(stepping, ours, (x, target), optimizer=mine, executor=ranks)
             same_leaves = same(everything_of(alone, theirs), everything_of(ours, mine))
-            wrong += [] if same(norm, got.norm) and same_leaves else [number]
+            wrong += unless(same(norm, got.norm) and same_leaves, number)
     return wrong
 
 
 def functional(rank, size, path):
     """Two replicas of two lanes with the functional AdamW: as the functions by themselves with the
     gradients of a run, also with parts of parameters, and saved for other numbers of stages."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     summed = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
     schedule = S.gather_params(summed, whole=1)
     wrong = []
     for shard in (False, True):
         torch.manual_seed(4)
         split = fp.split(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), 4)
-        plain, stepping = (
-            fp.make_plan(split, one, loss=F.mse_loss, devices="cpu")
-            for one in (schedule, S.step_params(schedule))
-        )
+        plain, stepping = (plan_of(split, one) for one in (schedule, S.step_params(schedule)))
         with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
             alone = fp.place(plain, copy.deepcopy(split.params), ranks)
             ours = fp.place(plain, split.params, ranks, shard=shard)
@@ -849,26 +809,26 @@ def functional(rank, size, path):
                     norm = fp.run(stepping, ours, (x, target), **options).norm
                 leaves = [ranks.whole(leaf).detach() for leaf in fp.leaves(ours)]
                 close = torch.allclose(norm, fp.global_norm(want))  # of parts, it rounds otherwise
-                wrong += [] if close and same(rule.tensors, leaves) else [(shard, number)]
+                wrong += unless(close and same(rule.tensors, leaves), (shard, number))
             fp.save(path / str(shard), split, ours, optimizer=mine, ranks=ranks)
             before = everything_of(ours, mine)
             fp.run(stepping, ours, (x, target), optimizer=mine, executor=ranks)
             fp.load(path / str(shard), split, params=ours, optimizer=mine, ranks=ranks)
-            wrong += [] if same(before, everything_of(ours, mine)) else ["load"]
+            wrong += unless(same(before, everything_of(ours, mine)), "load")
     return wrong
 
 
 def late_sums(rank, size):
     """How long the steps of a replica take whose sums wait for another replica, where a stage
     sleeps."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
 
     def stage(p, x):
         time.sleep(0.5 * rank)
         return x @ p
 
     schedule = S.step_params(S.reduce_grads(S.one_f_one_b(1, 2)))
-    plan = fp.make_plan([fp.stage(stage)], schedule, loss=F.mse_loss, devices="cpu")
+    plan = plan_of([fp.stage(stage)], schedule)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = fp.place(plan, (torch.eye(4, requires_grad=True),), ranks)
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
@@ -924,7 +884,7 @@ def late_cross_entropy(out, target):
 def accumulated(rank, size):
     """Two runs as one."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=counted_mean, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=counted_mean)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         totals = []
         for executor, own, at in (
@@ -934,22 +894,13 @@ def accumulated(rank, size):
             runs = []
             for rows in (8, 5):
                 x, target, scale = batch(rows)
-                runs.append(
-                    fp.run(
-                        plan,
-                        own,
-                        (x, target),
-                        state=at,
-                        feeds={"scale": scale},
-                        seed=rows,
-                        executor=executor,
-                    )
-                )
+                options = {"feeds": {"scale": scale}, "seed": rows, "executor": executor}
+                runs.append(fp.run(plan, own, (x, target), state=at, **options))
             totals.append(fp.accumulate(runs))
         one, other = totals
         assert other.finite
         assert same(one.loss, other.loss)
-        return [stage for stage in ranks.stages if not same(one.grads[stage], other.grads[stage])]
+        return unequal(one.grads, other.grads, ranks.stages)
 
 
 def counted_mean(y, target):
@@ -960,8 +911,8 @@ def evaluated(rank, size):
     """A plan of forwards alone, on the ranks of the training plan, between its runs; with
     ready-made microbatches too."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, S.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
-    look = fp.make_plan(stages, plan.schedule.forwards(), devices="cpu")
+    plan = plan_of(stages, S.interleaved(4, 4, num_devices=2))
+    look = plan_of(stages, plan.schedule.forwards(), loss=None)
     wrong = []
     with fp.ranks(plan, timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -976,9 +927,7 @@ def evaluated(rank, size):
             want = fp.run(plan, params, (x, target), state=state, executor="serial", **options)
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
-        elsewhere = fp.make_plan(
-            stages, S.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu"
-        )
+        elsewhere = plan_of(stages, S.fill_drain(4, 4, num_devices=2, backward=False), loss=None)
         with pytest.raises((fp.PlanError, fp.PeerError), match="stages on lanes"):
             fp.run(elsewhere, own, x, state=at, executor=ranks, **options)
         cut = fp.Microbatches(x[a:b] for a, b in ((0, 3), (3, 4), (4, 8)))
@@ -1005,9 +954,7 @@ def changing(rank, size, runs):
         fp.stage(lambda p, x: x * p["w"][0], name="d"),
     ]
     params = tuple({"w": torch.ones(1, dtype=torch.float64) * (k + 1)} for k in range(4))
-    plan = fp.make_plan(
-        stages, S.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean(), devices="cpu"
-    )
+    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean())
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own = fp.place(plan, params, ranks)
@@ -1025,9 +972,7 @@ def changing(rank, size, runs):
 def stepped(rank, size):
     """Torch's loop: schedule.step and schedule.eval, an optimizer by itself."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
-    )
+    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         alone = tuple({k: v.clone() for k, v in tree.items()} for tree in params)
@@ -1041,25 +986,18 @@ def stepped(rank, size):
             losses = ["old"]
             given = (x,) if 0 in ranks.stages else ()
             y = schedule.step(*given, target=target, losses=losses, scale=scale)
-            again = (
-                schedule.step(*given, target=target, scale=scale) if step == 0 else None
-            )  # gradients add up
-            assert again is None or 3 in ranks.stages
+            if step == 0:  # gradients add up
+                again = schedule.step(*given, target=target, scale=scale)
+                assert again is None or 3 in ranks.stages
             seeds = [fp.fold_in(5, k) for k in ([0, 1] if step == 0 else [step + 1])]
             wants = []
             for seed in seeds:
-                wants.append(
-                    fp.run_sequential(
-                        plan, alone, (x, target), state=state, feeds={"scale": scale}, seed=seed
-                    )
-                )
+                options = {"state": state, "feeds": {"scale": scale}, "seed": seed}
+                wants.append(fp.run_sequential(plan, alone, (x, target), **options))
                 state = wants[-1].state
-            wrong += [] if same(tuple(losses), wants[0].losses) else [f"{step} losses"]
-            wrong += (
-                []
-                if same(y, wants[0].outputs if 3 in ranks.stages else None)
-                else [f"{step} outputs"]
-            )
+            wrong += unless(same(tuple(losses), wants[0].losses), f"{step} losses")
+            outputs = wants[0].outputs if 3 in ranks.stages else None
+            wrong += unless(same(y, outputs), f"{step} outputs")
             for stage in range(4):
                 for key, leaf in alone[stage].items():
                     total = None
@@ -1074,16 +1012,14 @@ def stepped(rank, size):
             optimizer.step()
             schedule.zero_grad()
         stages, params, ties = tied_model()
-        plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu")
+        plan = plan_of(stages, S.one_f_one_b(4, 4), ties=ties)
         schedule = fp.typing.RankSchedule(plan, ranks, fp.place(plan, params, ranks), None, None)
         x, target = torch.arange(8) % 11, torch.ones(8, 11, dtype=torch.float64)
         seen = schedule.eval(x, target=target, losses=losses)
-        look = fp.make_plan(
-            stages, plan.schedule.forwards(), loss=F.mse_loss, outputs=True, devices="cpu"
-        )
+        look = plan_of(stages, plan.schedule.forwards(), outputs=True)
         want = fp.run_sequential(look, params, (x, target))
-        wrong += [] if same(seen, want.outputs if 3 in ranks.stages else None) else ["eval"]
-        wrong += [] if same(tuple(losses), want.losses) else ["losses of eval"]
+        wrong += unless(same(seen, want.outputs if 3 in ranks.stages else None), "eval")
+        wrong += unless(same(tuple(losses), want.losses), "losses of eval")
         with pytest.raises(fp.PlanError, match="a loss and backwards"):
             fp.typing.RankSchedule(look, ranks, params, None, None)
     return wrong
@@ -1092,7 +1028,7 @@ def stepped(rank, size):
 def timed(rank, size):
     """The timeline of all ranks: every action once, each after what it needs."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(4, 4))
     x, target, scale = batch(8)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -1130,10 +1066,10 @@ def slow(rank, size, seconds, count):
         time.sleep(seconds)
         return x
 
-    plan = fp.make_plan(
+    plan = plan_of(
         [fp.stage(rest, name=f"rest {k}") for k in range(size)],
         S.fill_drain(size, count, backward=False),
-        devices="cpu",
+        loss=None,
     )
     with fp.ranks(plan, timeout=30.0) as ranks:
         began = time.monotonic()
@@ -1181,9 +1117,7 @@ class CountsInputs:
 def weighed(rank, size, what, given):
     """Weights that hang on what only one rank has, or on what several have."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, S.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu"
-    )
+    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True)
     x, target, scale = batch(10)
     options = {"feeds": {"scale": scale}, "seed": 1}
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -1200,18 +1134,13 @@ def weighed(rank, size, what, given):
 
 def ignored(rank, size):
     """A replica whose targets are all ignored, and a leaf that only one replica's rows reach."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
 
     def body(p, x):
         h = x * p["often"]
         return (h + p["seldom"] if x.sum() < 0 else h) + p["same"]
 
-    plan = fp.make_plan(
-        [fp.stage(body)],
-        S.fill_drain(1, 2),
-        loss=nn.CrossEntropyLoss(ignore_index=0),
-        devices="cpu",
-    )
+    plan = plan_of([fp.stage(body)], S.fill_drain(1, 2), loss=nn.CrossEntropyLoss(ignore_index=0))
     names = ("often", "seldom", "same", "never")
     params = ({name: torch.ones(3, dtype=torch.float64) for name in names},)
     x = torch.cat(
@@ -1221,24 +1150,19 @@ def ignored(rank, size):
     half = slice(4 * rank, 4 * rank + 4)
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        whole = fp.make_plan(plan.stages, S.fill_drain(1, 4), loss=plan.loss, devices="cpu")
+        whole = plan_of(plan.stages, S.fill_drain(1, 4), loss=plan.loss)
         for aim in (target, target * (torch.arange(8) > 3)):
             want = fp.run_sequential(whole, params, (x, aim))
             got = fp.run(plan, params, (x[half], aim[half]), executor=ranks)
-            wrong += [
-                name
-                for name in ("loss", "weight", "unused")
-                if not same(getattr(want, name), getattr(got, name))
-            ]
+            wrong += unlike(want, got, "loss", "weight", "unused")
             wrong += [
                 name
                 for name in names
                 if not torch.allclose(want.grads[0][name], got.grads[0][name], atol=1e-12)
             ]
         before = {*threading.enumerate()}
-        with pytest.raises(
-            fp.BatchError, match="0 for every microbatch"
-        ):  # on both; neither ends the connections
+        # On both ranks; neither ends the connections.
+        with pytest.raises(fp.BatchError, match="0 for every microbatch"):
             fp.run(plan, params, (x[half], 0 * target[half]), executor=ranks)
         wrong += [thread.name for thread in {*threading.enumerate()} ^ before]
         with pytest.raises(fp.PlanError, match="'never' of"):
@@ -1251,13 +1175,8 @@ def ignored(rank, size):
 
 def other_leaves(rank, size):
     """Replicas that train other leaves."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["a"] * p["b"])],
-        S.fill_drain(1, 2),
-        loss=F.mse_loss,
-        devices="cpu",
-    )
+    mesh = dp_and_pp(2, 1)
+    plan = plan_of([fp.stage(lambda p, x: x * p["a"] * p["b"])], S.fill_drain(1, 2))
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = (
             {
@@ -1274,12 +1193,12 @@ def scaled_without_leaves(rank, size):
     params = fresh(params)
     for leaf in (*params[0].values(), *params[1].values()):
         leaf.requires_grad_(False)
-    plan = fp.make_plan(stages[:3], S.one_f_one_b(3, 3), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages[:3], S.one_f_one_b(3, 3))
     scales = []
     with fp.ranks(plan, lanes=[0, 0, 1], timeout=20.0) as ranks:
         own = fp.place(plan, params[:3], ranks)
         optimizer = torch.optim.SGD(fp.leaves(own), lr=0.1) if rank else None
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = new_scaler()
         for step in range(4):
             target = torch.zeros(6, 6, dtype=torch.float64)
             given = (torch.arange(6), target)
@@ -1295,9 +1214,7 @@ def scaled_without_leaves(rank, size):
 def meshes(rank, size):
     """Two columns of a mesh, each a pipeline of its own, at once."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, S.interleaved(4, 4, num_devices=2), loss=F.mse_loss, outputs=True, devices="cpu"
-    )
+    plan = plan_of(stages, S.interleaved(4, 4, num_devices=2), outputs=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rows = 8 if rank % 2 else 10
     x, target, scale = batch(rows)
@@ -1318,10 +1235,8 @@ def replicated(rank, size, kind, rows):
     stages, params, state = everything()
     across = [("dp", "pp"), ("pp", "dp")][kind == "turned"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=across)
-    mine, loss = (
-        rank // 2 if across[0] == "dp" else rank % 2,
-        {"late": counted, "weighed": weighing}.get(kind, loss_with_aux),
-    )
+    mine = rank // 2 if across[0] == "dp" else rank % 2
+    loss = {"late": counted, "weighed": weighing}.get(kind, loss_with_aux)
     schedule = S.interleaved(4, 4, num_devices=2)
     weight = rows_that_count if kind == "weighed" else None
     if kind == "late":  # it knows no weights for side losses
@@ -1332,15 +1247,11 @@ def replicated(rank, size, kind, rows):
     if kind == "reduced":
         schedule = S.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
-    plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu")
-    whole = fp.make_plan(
-        stages, S.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu"
-    )
+    plan = plan_of(stages, schedule, loss=loss, weight=weight, ties=ties)
+    whole = plan_of(stages, S.fill_drain(4, 8), loss=loss, weight=weight, ties=ties)
     params = (params[0], params[1], params[2], {**params[3], "w": params[0]["w"].clone()})
     batches = [batch(count) for count in rows]
-    joined = [
-        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)
-    ]
+    *given, feed = joined(batches)
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         assert (mine, 2) == (ranks.replica, ranks.replicas)
@@ -1349,28 +1260,15 @@ def replicated(rank, size, kind, rows):
             x, target, scale = batches[ranks.replica]
             options = {"seed": seed, "loss_scale": 2.0}
             want = fp.run_sequential(
-                whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, **options
+                whole, params, given, state=state, feeds={"scale": feed}, **options
             )
-            got = fp.run(
-                plan, own, (x, target), state=at, feeds={"scale": scale}, executor=ranks, **options
-            )
-            wrong += [
-                name
-                for name in ("loss", "weight", "losses", "aux")
-                if not same(getattr(want, name), getattr(got, name))
-            ]
-            wrong += [f"state[{s}]" for s in ranks.stages if not same(want.state[s], got.state[s])]
-            for stage in ranks.stages:
-                for key, gradient in want.grads[stage].items():
-                    other = got.grads[stage][key]
-                    if gradient is None or other is None:
-                        wrong += [] if gradient is other else [f"grads[{stage}][{key}]"]
-                    elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
-                        wrong.append(f"grads[{stage}][{key}] {(gradient - other).abs().max()}")
+            options |= {"feeds": {"scale": scale}, "executor": ranks}
+            got = fp.run(plan, own, (x, target), state=at, **options)
+            wrong += unlike(want, got, "loss", "weight", "losses", "aux")
+            wrong += [f"state[{stage}]" for stage in unequal(want.state, got.state, ranks.stages)]
+            wrong += unlike_gradients(want, got, ranks.stages)
             norm = fp.global_norm(got)
-            wrong += (
-                [] if torch.allclose(fp.global_norm(want), norm, rtol=1e-12) else [f"norm {norm}"]
-            )
+            wrong += unless(torch.allclose(fp.global_norm(want), norm, rtol=1e-12), f"norm {norm}")
     grads = [got.grads[stage] for stage in sorted(ranks.stages)]
     return (
         wrong,
@@ -1488,9 +1386,7 @@ def faulty(rank, size):
 
     g = torch.Generator().manual_seed(4)
     params = tuple({"w": torch.randn(6, 6, generator=g, dtype=torch.float64)} for _ in range(size))
-    plan = fp.make_plan(
-        [body(k) for k in range(size)], S.one_f_one_b(size, 4), loss=loss, devices="cpu"
-    )
+    plan = plan_of([body(k) for k in range(size)], S.one_f_one_b(size, 4), loss=loss)
     state = tuple(torch.zeros((), dtype=torch.float64) for _ in range(size))
     return plan, params, state, fault
 
@@ -1549,9 +1445,7 @@ def dies_in_between(rank, size, who, number, path):
         return x.mean(1, keepdim=True) @ p["w"]
 
     params = tuple({"w": torch.ones(1, 1)} for _ in range(size))
-    plan = fp.make_plan(
-        [fp.stage(widen), fp.stage(narrow)], S.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu"
-    )
+    plan = plan_of([fp.stage(widen), fp.stage(narrow)], S.one_f_one_b(size, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         own = fp.place(plan, params, ranks)
         for runs in range(1, number + 1):
@@ -1620,11 +1514,7 @@ def other_calls(rank, size):
 
 def one_f_one_b(**options):
     stages, params, state = everything()
-    return (
-        fp.make_plan(stages, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options),
-        params,
-        state,
-    )
+    return (plan_of(stages, S.one_f_one_b(4, 4), **options), params, state)
 
 
 def made_differently(rank, size, what):
@@ -1664,7 +1554,7 @@ def given_wrongly(rank, size, what):
             fp.stage(lambda p, x: (x * p["w"][0], print)),
         ]
         stages += [fp.stage(lambda p, x: x[0] * p["w"][0]), fp.stage(lambda p, x: x * p["w"][0])]
-        plan, state = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu"), ((),) * 4
+        plan, state = plan_of(stages, plan.schedule), ((),) * 4
     x, target, scale = batch(8)
     with fp.ranks(
         plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=20.0
@@ -1679,16 +1569,9 @@ def given_wrongly(rank, size, what):
             elif what == "other feeds":
                 feeds = {"bias": scale}
             elif what == "vjp":
-                fp.vjp(
-                    fp.make_plan(plan.stages, plan.schedule, devices="cpu"),
-                    params,
-                    x,
-                    executor=ranks,
-                )
+                fp.vjp(plan_of(plan.stages, plan.schedule, loss=None), params, x, executor=ranks)
             elif what == "lanes":
-                plan = fp.make_plan(
-                    plan.stages, S.one_f_one_b(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
-                )
+                plan = plan_of(plan.stages, S.one_f_one_b(4, 4, num_devices=2))
         fp.run(plan, own, (x, target), state=at, feeds=feeds, seed=1, executor=ranks)
 
 
@@ -1715,7 +1598,7 @@ def arguments(rank, size, what):
     }[what]
     if what == "more ranks":
         schedule = S.one_f_one_b(4, 4, num_devices=2)
-        plan = fp.make_plan(plan.stages, schedule, loss=F.mse_loss, devices="cpu")
+        plan = plan_of(plan.stages, schedule)
     if what == "meta":
         plan = fp.make_plan(plan.stages, plan.schedule, loss=F.mse_loss, devices="meta")
     fp.ranks(plan, **options)
@@ -1729,9 +1612,7 @@ def soak(rank, size, steps):
     """Steps with ever other rows; how memory (MiB), descriptors and threads grew since the first
     fifth."""
     stages, params, state = everything()
-    plan = fp.make_plan(
-        stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
-    )
+    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         before = []
@@ -1791,8 +1672,8 @@ def luck(rank, size, faults, seed):
                 if rank == who
                 else who == getattr(error, "rank", None)
             )
-            wrong += [] if right else [f"{number}: {who} {place} {act}: {error!r}"]
-        wrong += [f"{number}: took long"] if time.monotonic() - began > 2 else []
+            wrong += unless(right, f"{number}: {who} {place} {act}: {error!r}")
+        wrong += unless(time.monotonic() - began <= 2, f"{number}: took long")
         fault.act = None
         wrong += once(rank, size)
     gc.enable()
@@ -1826,7 +1707,7 @@ def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps
     """Train in this process, or on ranks; the losses of the steps, after loading and before
     saving."""
     split = fp.split(small_model(), stages)
-    plan = fp.make_plan(split, S.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(stages, 4))
     with contextlib.ExitStack() as opened:
         ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
         params, state = (
@@ -1867,11 +1748,7 @@ def checkpointed(rank, size, path, what):
     """Save or load on ranks."""
     ranks_of = {"timeout": 30.0, "lanes": owners(4, size)}
     if what == "replicas":
-        ranks_of = {
-            "timeout": 30.0,
-            "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")),
-            "dp": "dp",
-        }
+        ranks_of = {"timeout": 30.0, "mesh": dp_and_pp(2, 2), "dp": "dp"}
         return trained(path, ranks_of=ranks_of, save_after=True)
     return trained(
         path,
@@ -1884,7 +1761,7 @@ def checkpointed(rank, size, path, what):
 def saved_apart(rank, size, path):
     """Each rank names a folder of its own."""
     split = fp.split(small_model(), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         fp.save(path / str(rank), split, params, state=split.state, ranks=ranks)
@@ -1894,7 +1771,7 @@ def forgotten_arguments(rank, size, what):
     """A step of torch's face to which the seed or the state was not given."""
     layer = {"seed": nn.Dropout(), "state": nn.BatchNorm1d(4)}[what]
     split = fp.split(nn.Sequential(layer, nn.Linear(4, 4)), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         schedule = ranks.schedule(fp.place(plan, split.params, ranks))
         x = torch.ones(4, 4)
@@ -1905,7 +1782,7 @@ def unfinished(rank, size, path):
     """A second save while one rank, or all, have not finished the first; what each raises, and what
     is there at the end."""
     split = fp.split(small_model(), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     said = []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -1935,7 +1812,7 @@ def beside_each_other(rank, size, path):
     each, and own paths."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     fresh = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
     said, steps = [], []
     with fp.ranks(plan, mesh, timeout=20.0) as ranks:
@@ -1986,7 +1863,7 @@ def sharded(rank, size, kind, rows):
     stages, params, state = everything()
     params[0]["odd"] = torch.ones(3, 2, dtype=torch.float64)  # cut in parts of 2 and 1
     params[1]["lone"] = torch.ones(1, dtype=torch.float64)  # the second has none of it
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     schedule = S.interleaved(4, 4, num_devices=2)
     if kind == "compiled":
         stages = [fp.compile_stage(stage) for stage in stages]
@@ -2002,9 +1879,7 @@ def sharded(rank, size, kind, rows):
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss, weight = (weighing, rows_that_count) if kind == "late" else (loss_with_aux, None)
     spare = int(kind == "block")
-    plan = fp.make_plan(
-        stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu", spare_slots=spare
-    )
+    plan = plan_of(stages, schedule, loss=loss, weight=weight, ties=ties, spare_slots=spare)
     params[2]["single"] = torch.tensor(1.0, dtype=torch.float64)  # has no axis to be cut along
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
@@ -2018,32 +1893,20 @@ def sharded(rank, size, kind, rows):
             )
             trained = [leaf for leaf in fp.leaves(own) if leaf.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=0.05)
-            scaler = (
-                torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-                if kind == "scaler"
-                else None
-            )
+            scaler = new_scaler() if kind == "scaler" else None
             seen = []
             for step in range(3):
                 before = [local(leaf).clone() for leaf in fp.leaves(own)]
-                options = {
-                    "state": at,
-                    "feeds": {"scale": scale[part]},
-                    "seed": step,
-                    "executor": ranks,
-                }
-                result = fp.run(
-                    plan, own, given, loss_scale=scaler.get_scale() if scaler else 1.0, **options
-                )
-                if not same(before, [local(leaf) for leaf in fp.leaves(own)]):
-                    wrong.append("params were written to")
+                options = {"state": at, "feeds": {"scale": scale[part]}, "executor": ranks}
+                options["loss_scale"] = scaler.get_scale() if scaler else 1.0
+                result = fp.run(plan, own, given, seed=step, **options)
+                now = [local(leaf) for leaf in fp.leaves(own)]
+                wrong += unless(same(before, now), "params were written to")
                 grads = fp.leaves(result.grads)
                 for leaf, gradient in zip(trained, grads, strict=True):
-                    if (leaf.shape, type(gradient)) != (
-                        gradient.shape,
-                        DTensor if shard and leaf.dim() else Tensor,
-                    ):
-                        wrong.append(f"gradient {gradient.shape} {type(gradient)}")
+                    kind_of = DTensor if shard and leaf.dim() else Tensor
+                    right = (leaf.shape, kind_of) == (gradient.shape, type(gradient))
+                    wrong += unless(right, f"gradient {gradient.shape} {type(gradient)}")
                 whole = [entire(gradient).clone() for gradient in grads]
                 if scaler and step == 1:
                     for gradient in grads:  # of one part of one rank; none steps
@@ -2055,33 +1918,25 @@ def sharded(rank, size, kind, rows):
                 kept = [value for entry in optimizer.state.values() for value in entry.values()]
                 assert not shard or any(isinstance(value, DTensor) for value in kept)
                 now = [entire(leaf).detach().clone() for leaf in fp.leaves(own)]
-                scale_now = scaler and scaler.get_scale()
-                seen.append(
-                    (
-                        (result.loss, result.losses, whole, result.unused, result.state),
-                        now,
-                        norm,
-                        result.finite,
-                        scale_now,
-                    )
-                )
+                facts = (result.loss, result.losses, whole, result.unused, result.state)
+                seen.append((facts, now, norm, result.finite, scaler and scaler.get_scale()))
                 at = result.state
             runs.append(seen)
     for number, (one, other) in enumerate(zip(*runs, strict=True)):
-        wrong += [] if number or same(one[0], other[0]) else ["bits"]
+        wrong += unless(number or same(one[0], other[0]), "bits")
         wrong += [
             f"{number} {k}"
             for k, (a, b) in enumerate(zip(one[1:3], other[1:3], strict=True))
             if not near(a, b)
         ]
-        wrong += [] if one[3:] == other[3:] else [f"{number} {one[3:]} {other[3:]}"]
+        wrong += unless(one[3:] == other[3:], f"{number} {one[3:]} {other[3:]}")
     return wrong
 
 
 def resumed(rank, size, path):
     """Save parts of parameters, load them into parts again: the losses go on as if nothing had
     been."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     ranks_of = {"timeout": 30.0, "mesh": mesh, "dp": "dp"}
     expected = trained(path / "all", ranks_of=ranks_of, steps=6)
     first = trained(path / "parts", ranks_of=ranks_of, save_after=True, shard=True)
@@ -2092,13 +1947,11 @@ def resumed(rank, size, path):
 def saved_parts(rank, size, path, what):
     """Tensors in parts of every kind are saved, by replicas that agree about it or do not; the
     numbers are the whole ones."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
     g = torch.Generator().manual_seed(1)
     whole = {"rows": (3, 4), "lone": (1, 2), "columns": (2, 5), "copied": (2, 2), "plain": (3,)}
     whole = {name: torch.randn(shape, generator=g) for name, shape in whole.items()}
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["plain"])], S.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
-    )
+    plan = plan_of([fp.stage(lambda p, x: x * p["plain"])], S.fill_drain(1, 1))
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
         over = {"rows": Shard(0), "lone": Shard(0), "columns": Shard(1), "copied": Replicate()}
         copies = {name: tensor.clone() for name, tensor in whole.items()}
@@ -2133,11 +1986,11 @@ def saved_parts(rank, size, path, what):
 
 def loaded_from_meta(rank, size, path):
     """Parameters without memory are placed in parts and loaded: each rank makes its parts alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     with torch.device("meta"):
         model = small_model()
     split = fp.split(model, 4)
-    plan = fp.make_plan(split, S.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(4, 4))
     whole = fp.load(path, fp.split(small_model(), 4)).params
     with fp.ranks(plan, mesh, dp="dp", lanes=[0, 0, 1, 1], timeout=20.0) as ranks:
         own = fp.place(plan, split.params, ranks, shard=True)
@@ -2147,17 +2000,15 @@ def loaded_from_meta(rank, size, path):
             for name, leaf in params[stage].items():
                 assert type(leaf) is nn.Parameter or isinstance(leaf, DTensor)
                 assert isinstance(leaf, DTensor)
-                wrong += (
-                    []
-                    if same(whole[stage][name].detach(), entire(leaf).detach())
-                    else [(stage, name)]
+                wrong += unless(
+                    same(whole[stage][name].detach(), entire(leaf).detach()), (stage, name)
                 )
     return wrong
 
 
 def failing_parts(rank, size, who):
     """One rank fails before its first U: the copy of its stage waits for parts that do not come."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     fault = {"on": True}
 
     def body(p, x):
@@ -2166,9 +2017,7 @@ def failing_parts(rank, size, who):
         return x @ p["w"]
 
     schedule = S.gather_params(S.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0)
-    plan = fp.make_plan(
-        [fp.stage(body, name=f"{k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
-    )
+    plan = plan_of([fp.stage(body, name=f"{k}") for k in range(4)], schedule)
     params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
@@ -2188,9 +2037,9 @@ def failing_parts(rank, size, who):
 def failing_before(rank, size, what):
     """One rank fails between runs, while the others look at all parts of the gradients: they hear
     of it at once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 2)
     stages = [fp.stage(lambda p, x: x @ p["w"], name=f"{k}") for k in range(2)]
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2))
     params = tuple({"w": torch.eye(4).requires_grad_()} for _ in range(2))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if what == "scaler" else None
@@ -2240,7 +2089,7 @@ def late_gathers(rank, size):
 def handed_on(rank, size):
     """A stage hands its parameters on, and gives them back as outputs, after their memory has
     gone."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
 
     def first(p, x, *, state):
         return fp.Out(x @ p["w"], stash={"table": p["w"]}, stats=p["w"][0].detach())
@@ -2261,7 +2110,7 @@ def handed_on(rank, size):
     x = torch.randn(4, 4, generator=g, dtype=torch.float64)
     wrong = []
     for each, loss in zip(schedules_, (F.mse_loss, None), strict=True):
-        plan = fp.make_plan(stages, each, loss=loss, outputs=True, devices="cpu", train=True)
+        plan = plan_of(stages, each, loss=loss, outputs=True, train=True)
         given = (x, x) if loss else x
         results = []
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
@@ -2271,26 +2120,18 @@ def handed_on(rank, size):
                     fp.run(plan, own, given, state=(torch.zeros(4), (), ()), executor=ranks)
                 )
         one, other = results
-        wrong += [
-            name
-            for name in ("loss", "outputs", "state")
-            if not same(getattr(one, name), getattr(other, name))
-        ]
+        wrong += unlike(one, other, "loss", "outputs", "state")
         if loss:
-            wrong += (
-                []
-                if near(fp.leaves(one.grads), list(map(entire, fp.leaves(other.grads))))
-                else ["grads"]
+            wrong += unless(
+                near(fp.leaves(one.grads), list(map(entire, fp.leaves(other.grads)))), "grads"
             )
     return wrong
 
 
 def placed_differently(rank, size):
     """One replica has parts, the other all."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    mesh = dp_and_pp(2, 1)
+    plan = plan_of([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         placed = [
             fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)
@@ -2300,7 +2141,7 @@ def placed_differently(rank, size):
 
 def memory_of_parts(rank, size):
     """How many bytes of parameters a rank has whole, at most, as its stages compute."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
     most, seen = [], []
 
     def layer(p, x):
@@ -2316,12 +2157,7 @@ def memory_of_parts(rank, size):
     for whole in (None, 1):
         schedule = S.looped_bfs(4, 4, num_devices=1)
         schedule = S.gather_params(schedule, whole=whole, ahead=0)
-        plan = fp.make_plan(
-            [fp.stage(layer, name=f"layer {k}") for k in range(4)],
-            schedule,
-            loss=F.mse_loss,
-            devices="cpu",
-        )
+        plan = plan_of([fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule)
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             own = fp.place(plan, params, ranks, shard=True)
             for _ in range(2):
@@ -2338,7 +2174,7 @@ def memory_of_parts(rank, size):
 def memory_of_sums(rank, size, shard):
     """How many stages have made a sum of gradients, and how many of these sums are whole: when the
     first of four is about to end its backwards, last of all, and after the run."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
     made, seen = {}, []
 
     def whole():
@@ -2359,7 +2195,7 @@ def memory_of_sums(rank, size, shard):
 
     schedule = S.reduce_grads(S.looped_bfs(4, 1, num_devices=1))
     stages = [fp.stage(partial(layer, stage=k), name=f"layer {k}") for k in range(4)]
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, schedule)
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
@@ -2370,7 +2206,7 @@ def memory_of_sums(rank, size, shard):
 def memory_of_casts(rank, size):
     """How often casts of whole weights are made, how many stages have some at most, and after the
     run."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    mesh = dp_and_pp(2, 1)
     made, there, complete = [], [], Programs.complete
 
     def whole():
@@ -2386,7 +2222,7 @@ def memory_of_casts(rank, size):
         fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)
     ]
     schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, schedule)
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -2440,7 +2276,7 @@ def tensor_parallel(rank, size, dims, shard):
     if dp:
         schedule = S.reduce_grads(schedule)
     stages = [fp.stage(block, name=f"block {k}") for k in range(2)]
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, schedule)
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)
     wrong = []
     with fp.ranks(plan, mesh, dp=dp, timeout=20.0) as ranks:
@@ -2485,7 +2321,7 @@ def tensor_parallel(rank, size, dims, shard):
             ]
             for scaler in filter(None, scalers):
                 scaler.update()
-            wrong += [] if near(*norms) else [f"{step} norm {norms}"]
+            wrong += unless(near(*norms), f"{step} norm {norms}")
         for stage in ranks.stages:
             wrong += [
                 name for name in shapes if not near(alone[stage][name], entire(own[stage][name]))
@@ -2495,10 +2331,8 @@ def tensor_parallel(rank, size, dims, shard):
 
 def hooked_parts(rank, size):
     """A hook on the gradient of one part, at one rank; without it the run goes well."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
-    )
+    mesh = dp_and_pp(2, 1)
+    plan = plan_of([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
     x = torch.ones(4, 4)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         own = fp.place(plan, ({"w": torch.ones(4).requires_grad_()},), ranks, shard=True)
@@ -2516,12 +2350,9 @@ def hooked_parts(rank, size):
 
 def spread_wrongly(rank, size, what):
     """DTensors that no plan gathers."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"], name=f"{k}") for k in range(2)],
-        S.one_f_one_b(2, 2),
-        loss=F.mse_loss,
-        devices="cpu",
+    mesh = dp_and_pp(2, 2)
+    plan = plan_of(
+        [fp.stage(lambda p, x: x * p["w"], name=f"{k}") for k in range(2)], S.one_f_one_b(2, 2)
     )
     weights = torch.ones(4, 4)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
@@ -2566,7 +2397,7 @@ def sliced(rank, size, compiled):
     ):
         if schedule.num_devices < size:
             continue
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = plan_of(stages, schedule, outputs=True)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for rows, length in ((7, 11), (2, 5), (3, 8)):
@@ -2587,7 +2418,7 @@ def carried(rank, size):
     stages; against one process."""
     stages, params = causal.chain(("attend", "recur", "point", "attend"))
     prefill, decode = (
-        fp.make_plan(stages, schedule.forwards(), carry=True, devices="cpu")
+        plan_of(stages, schedule.forwards(), carry=True, loss=None)
         for schedule in (S.one_f_one_b(4, 3, num_slices=2), S.one_f_one_b(4, 3))
     )
     plans, parts = [prefill] * 3 + [decode], causal.batch(7, 12)[0].split([4, 4, 3, 1], 1)
@@ -2609,7 +2440,7 @@ def carried(rank, size):
             last = 3 not in ranks.stages or same(result.outputs, outputs[number])
             own = result.carry
             here = {stage for stage, row in enumerate(own.trees) if row is not None}
-            wrong += [] if last and here == {*ranks.stages} - {2} else [(number, here)]
+            wrong += unless(last and here == {*ranks.stages} - {2}, (number, here))
             wrong += [
                 (number, at)
                 for at in here
@@ -2622,7 +2453,7 @@ def other_lengths(rank, size):
     """The ranks of the first and the last stage have sequences of different lengths: all of them
     say so."""
     stages, params = causal.chain(("attend", "point"))
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2, num_slices=2))
     x, target = causal.batch(4, 6)
     with fp.ranks(plan, timeout=30.0) as ranks:
         given = (x, None) if rank == 0 else (None, target[:, :5])
@@ -2637,7 +2468,7 @@ def observed(rank, size):
     """An observer sees the values of the stages that are here, and they are those of the oracle."""
     stages, params = causal.chain(("point", "point"))
     schedule = S.one_f_one_b(2, 4)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, schedule)
     x, target = causal.batch(8, 6)
     wanted = record_values(plan, params, (x, target), executor="sequential")
     with fp.ranks(plan, timeout=30.0) as ranks:

@@ -9,10 +9,10 @@ ALL = schedules(4, 4)
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_schedule(pools, size):
-    """8, 10 and 3 rows over 4 microbatches; where processes have several lanes, these are threads
-    there."""
+    """10 and 3 rows over 4 microbatches: unequal ones, and fewer. Where processes have several lanes,
+    these are threads there."""
     numbers = [number for number, schedule in enumerate(ALL) if schedule.num_devices >= size]
-    for wrong in pools(size).all("bits", numbers, [8, 10, 3], seconds=110):
+    for wrong in pools(size).all("bits", numbers, [10, 3], seconds=110):
         assert [] == wrong
 
 

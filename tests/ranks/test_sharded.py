@@ -10,9 +10,15 @@ from rank_tasks import small_model
 import funcpipe as fp
 
 
-@pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
 @pytest.mark.parametrize(
-    "kind", ["plain", "gathered", "bfs", "block", "late", "tied", "scaler", "compiled"]
+    ("kind", "rows"),
+    [
+        *(("plain", (8, 8)), ("bfs", (8, 8))),  # as many microbatches on each replica
+        *(
+            (kind, (10, 3))
+            for kind in ("plain", "gathered", "bfs", "block", "late", "tied", "scaler", "compiled")
+        ),
+    ],
 )
 def test_parts_of_parameters(pools, kind, rows):
     for wrong in pools(4).all("sharded", kind, rows):

@@ -33,6 +33,10 @@ def rows(count):
     return torch.randn(count, 6, generator=generator), torch.randn(count, 6, generator=generator)
 
 
+def plan_of(stages, schedule, *, loss=F.mse_loss, **options):
+    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
+
+
 def told(job):
     """Return the result of a job, or the kind and message of its error."""
     try:
@@ -42,7 +46,7 @@ def told(job):
 
 
 def two_replicas(split, schedule=None):
-    plan = fp.make_plan(split, schedule or S.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, schedule or S.one_f_one_b(1, 2))
     return plan, fp.ranks(
         plan, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), dp="dp", timeout=20.0
     )
@@ -88,7 +92,7 @@ def tied_begin(rank, size, alike):
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = tuple(
             tree if stage in ranks.stages else None for stage, tree in enumerate(split.params)
@@ -129,7 +133,7 @@ def batches_differ(rank, size):
     """Run with batches that differ over two ranks, then with equal ones; say what each run gave,
     and how many tensors of batches were hashed after the first good run."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 4))
     x, y = rows(8)
     other = bool(rank)
     with fp.ranks(plan, timeout=30.0) as ranks:
@@ -152,7 +156,7 @@ def batches_differ(rank, size):
 
 def unnamed_dimension(rank, size):
     """Collect the warnings of ranks of a mesh with two dimensions, and of one with three."""
-    plan = fp.make_plan(fp.split(net(0), 2), S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(fp.split(net(0), 2), S.one_f_one_b(2, 2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     seen = []
@@ -204,7 +208,7 @@ def as_torch(rank, size, loss, scale_grads, steps):
         for n, layers in enumerate((net(0)[:2], net(0)[2:]))
     ]
     stages, params, _ = zip(*made, strict=True)
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 3), loss=LOSSES[loss], devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 3), loss=LOSSES[loss])
     with fp.ranks(plan, timeout=20.0) as ranks:
         placed = fp.place(plan, params, ranks)
         ours, got = ranks.schedule(placed, scale_grads=scale_grads), []
@@ -248,7 +252,7 @@ def fails_beside(rank, size):
         return x * p
 
     stages = [fp.stage(lambda p, x: x * p), fp.stage(second)]
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     with fp.ranks(plan, mesh["pp"], timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
@@ -263,7 +267,7 @@ def fails_beside(rank, size):
 
 def multiplied(size=2):
     stages = [fp.stage(lambda p, x: x * p)] * size
-    return fp.make_plan(stages, S.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu")
+    return plan_of(stages, S.one_f_one_b(size, 2))
 
 
 def never_runs(rank, size, before):
@@ -381,7 +385,7 @@ def boxes(rank, size):
         fp.stage(lambda p, x: Boxed(h=x * p)),
         fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed)),
     ]
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
         x, target = rows(4)
@@ -395,7 +399,7 @@ def in_place_behind_a_border(rank, size, inplace):
         fp.stage(lambda p, x: (x @ p,) * 2),
         fp.stage(lambda p, pair: F.relu(pair[0], inplace=inplace) @ p + pair[1]),
     ]
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2))
     params = tuple(torch.eye(6) if stage == rank else None for stage in range(2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         return told(
@@ -408,7 +412,7 @@ def arguments_refused(rank, size, how):
     and go on: return each batch's loss or error, and the loss of the plain model."""
     model, heard = net(0), []
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 4))
     with fp.ranks(plan, timeout=20.0) as ranks:
         schedule = ranks.schedule(fp.place(plan, split.params, ranks))
         for number in range(5):
@@ -434,7 +438,7 @@ def clipped_otherwise(rank, size, values, scaled):
     the parameters stayed until then, and the greatest difference from the plain step."""
     model, error = net(0), None
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     x, target = rows(8)
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -466,7 +470,7 @@ def steps_of_bare_gradients(rank, size):
     """Give the gradients of one rank without their result, then with it. Then step a plan of this
     process alone, in which functions have None as parameters, while ranks are open."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
@@ -482,7 +486,7 @@ def steps_of_bare_gradients(rank, size):
         halved = replace(result, grads=tuple(halves))
         norms = [float(fp.global_norm(result)), 2 * float(fp.step(optimizer, params, halved))]
         stages = [fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: x.relu())]
-        small = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+        small = plan_of(stages, S.one_f_one_b(2, 2))
         alone = []
         for without in (None, ()):
             own = (torch.tensor(2.0, requires_grad=True), without)
@@ -497,7 +501,7 @@ def saves_on_one_rank(rank, size, folder):
     """Save on rank 0 only, and go on: return the error of this rank, and the losses of the runs
     after it on all ranks and of the plain model."""
     split = fp.split(net(0), 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
     x, target = rows(8)
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -549,8 +553,8 @@ def replicas_compute_otherwise(rank, size, what, alike):
     """Run two replicas, whose functions differ unless ``alike``: return the error or "ran"."""
     model, loss, options = replica_of(what, rank == 1 and not alike)
     split = fp.split(model, 2, **options)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
-    given = fp.make_plan(split, plan.schedule, loss=loss, devices="cpu")
+    plan = plan_of(split, S.one_f_one_b(2, 2))
+    given = plan_of(split, plan.schedule, loss=loss)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
 
     def job():
@@ -572,7 +576,7 @@ def ranks_have_placeholders(rank, size):
     own, other = fp.stage(lambda p, x: x * p, name="part"), fp.stage(elsewhere, name="part")
     stages = [own if stage == rank else other for stage in range(2)]
     loss = F.mse_loss if rank else F.l1_loss
-    plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=loss, devices="cpu")
+    plan = plan_of(stages, S.one_f_one_b(2, 2), loss=loss)
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
         x, target = rows(4)

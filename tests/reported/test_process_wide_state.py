@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from common import mse_plan
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -308,7 +309,7 @@ def test_a_switch_that_a_stage_leaves_changed(name, run):
         if run == "one lane"
         else fp.schedules.fill_drain(2, 2)
     )
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(stages, schedule)
     do = fp.run_sequential if run == "sequential" else fp.run
     options = (
         {} if run == "sequential" else {"executor": "serial" if run == "serial" else "threads"}
@@ -329,7 +330,7 @@ def test_autocast_left_on_by_a_stage_of_a_lane():
 
     stages = [fp.stage(first), *(fp.stage(lambda p, x: x @ p["w"]) for _ in range(3))]
     schedule = fp.schedules.interleaved(4, 2, num_devices=2)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(stages, schedule)
     with pytest.raises(fp.StageError, match="changes autocast and does not restore it"):
         fp.run(plan, (*params(), *params()), (X, X), trainable=True, executor="threads")
 
@@ -361,11 +362,7 @@ def test_every_switch_is_refused_on_threads_and_put_back(switch):
 
 @pytest.mark.parametrize(
     "run",
-    [
-        fp.run_sequential,
-        partial(fp.run, executor="serial"),
-        partial(fp.run, executor="threads"),
-    ],
+    [fp.run_sequential, partial(fp.run, executor="serial"), partial(fp.run, executor="threads")],
     ids=["sequential", "serial", "threads"],
 )
 def test_a_stage_that_seeds_torch(run):

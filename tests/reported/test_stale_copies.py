@@ -7,10 +7,17 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from common import mse_plan
 from torch import nn
 
 import funcpipe as fp
 from funcpipe import schedules as S
+
+
+def forwards(stages):
+    """A plan of forwards alone."""
+    schedule = S.fill_drain(len(stages), 2, backward=False)
+    return fp.make_plan(stages, schedule, devices="cpu", outputs=True)
 
 
 class Settings:
@@ -105,24 +112,21 @@ def stages_of(how, model):
 def test_changes_an_attribute_after_stages_were_made(how, words):
     model = new_model()
     stages, params = stages_of(how, model)
-    schedule = S.one_f_one_b(len(stages), 2)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(stages, S.one_f_one_b(len(stages), 2))
+    lossless = fp.make_plan(stages, plan.schedule, outputs=True, devices="cpu")
     batch = torch.randn(8, 4), torch.randn(8, 4)
     fp.run(plan, params, batch, seed=0)
     CHANGES[words](model)
-    with pytest.raises(fp.PlanError, match="make the stages again") as caught:
-        fp.run(plan, params, batch, seed=0)
-    assert words in str(caught.value)
-    with pytest.raises(fp.PlanError, match="make the stages again"):
-        fp.run_sequential(plan, params, batch, seed=0)
-    with pytest.raises(fp.PlanError, match="make the stages again"):
-        fp.vjp(
-            fp.make_plan(stages, schedule, outputs=True, devices="cpu"), params, batch[0], seed=0
-        )
-    with pytest.raises(fp.PlanError, match="make the stages again"):
-        fp.apply(stages, params, batch[0], seed=0)
-    with pytest.raises(fp.PlanError, match="make the stages again"):
-        stages[0](params[0], batch[0])
+    for call in (
+        lambda: fp.run(plan, params, batch, seed=0),
+        lambda: fp.run_sequential(plan, params, batch, seed=0),
+        lambda: fp.vjp(lossless, params, batch[0], seed=0),
+        lambda: fp.apply(stages, params, batch[0], seed=0),
+        lambda: stages[0](params[0], batch[0]),
+    ):
+        with pytest.raises(fp.PlanError, match="make the stages again") as caught:
+            call()
+        assert words in str(caught.value)
 
 
 def replaced_parameter(model):
@@ -155,7 +159,7 @@ REPLACED = {
 def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
     model = new_model()
     stages, params = stages_of(how, model)
-    plan = fp.make_plan(stages, S.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(stages, S.one_f_one_b(len(stages), 2))
     batch = torch.randn(8, 4), torch.randn(8, 4)
     replace(model)
     for call in (
@@ -171,14 +175,14 @@ def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
     lines = str(caught.value).splitlines()[1:]
     assert [f"  * {name} is another tensor" for name in REPLACED[replace]] == lines
     stages, params = stages_of(how, model)
-    plan = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(stages, plan.schedule)
     assert fp.run(plan, params, batch, seed=0).loss > 0
 
 
 def test_sets_an_attribute_back():
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(stages, S.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    plan = forwards(stages)
     before = fp.run(plan, params, torch.ones(4, 4)).outputs
     model[0].temperature = 0.1
     model[0].temperature = 1
@@ -217,8 +221,7 @@ def test_words_that_a_forward_may_write_are_compared(change, words):
     """They name what is merged. Values that the forward keeps are not compared."""
     model = nn.Sequential(Adapted(), nn.Linear(4, 4))
     split = fp.split(model, 2)
-    schedule = S.fill_drain(2, 2, backward=False)
-    plan = fp.make_plan(split, schedule, devices="cpu")
+    plan = forwards(split)
     fp.run(plan, split.params, torch.ones(4, 4))
     model(torch.ones(4, 4))
     fp.run(plan, split.params, torch.ones(4, 4))
@@ -232,7 +235,7 @@ def test_an_equal_list_in_place_of_a_list_is_no_change():
     model = new_model()
     model[0].scales = [1.0, 2.0]
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, S.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(split, S.fill_drain(2, 2))
     x = torch.ones(4, 4)
     model[0].scales = [1.0, 2.0]
     fp.run(plan, split.params, (x, x), seed=0)
@@ -248,7 +251,7 @@ def test_a_layer_is_named_by_its_path_in_the_model():
     model[0].helper = inner[0].forward
     stages, params, _ = fp.from_module(model)
     inner[0].temperature = 0.1
-    plan = fp.make_plan([stages], S.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = forwards([stages])
     with pytest.raises(fp.PlanError, match=r"\* 1\.0\.temperature was 1.0, is 0.1$"):
         fp.run(plan, (params,), torch.ones(4, 4), seed=0)
 
@@ -258,7 +261,7 @@ def test_what_changes_no_stage_is_nobodys_affair():
     model's end."""
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(stages, S.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    plan = forwards(stages)
     x = torch.ones(4, 4)
     before = fp.run(plan, params, x).outputs
     params = [{name: leaf.detach().clone() for name, leaf in tree.items()} for tree in params]
@@ -368,13 +371,10 @@ def test_patches_a_method_of_a_layer(patch, way):
     else:
         stage, _, _ = fp.from_module(model)
         stages, params = [stage], (other,)
-    plan = fp.make_plan(
-        stages, S.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True
-    )
-    outputs = fp.run(plan, params, x).outputs
+    outputs = fp.run(forwards(stages), params, x).outputs
     model.load_state_dict(other)
     torch.testing.assert_close(outputs, model(x).detach())
-    trains = fp.make_plan(stages, S.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
+    trains = mse_plan(stages, S.one_f_one_b(len(stages), 2))
     grads = fp.run(trains, params, (x, x)).grads
     F.mse_loss(model(x), x).backward()
     torch.testing.assert_close(grads[-1]["1.weight"], model[1].weight.grad)
@@ -386,7 +386,7 @@ def test_compiles_the_forward_of_a_batch_norm():
     plain = copy.deepcopy(model)
     compiled(model[1])
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, S.one_f_one_b(2, 1), loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(split, S.one_f_one_b(2, 1))
     x = torch.randn(8, 4)
     result = fp.run(plan, split.params, (x, x), state=split.state)
     plain(x)
@@ -529,7 +529,7 @@ def trained(kind, runs=3):
     model = kind()
     plain = copy.deepcopy(model)
     stage, params, _ = fp.from_module(model)
-    plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = mse_plan([stage], S.one_f_one_b(1, 2))
     optimizer, reference = (
         torch.optim.SGD(fp.leaves(params), 0.5),
         torch.optim.SGD(plain.parameters(), 0.5),
@@ -590,7 +590,7 @@ def test_a_default_of_a_class_that_gets_a_value():
     """The object had no attributes of its own when the stages were made."""
     model = nn.Sequential(nn.Linear(4, 4), ScaledByDefault())
     split = fp.split(model, 2)
-    plan = fp.make_plan(split, S.fill_drain(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = mse_plan(split, S.fill_drain(2, 2))
     x = torch.randn(4, 4)
     fp.run(plan, split.params, (x, x))
     model[1].settings.alpha = 3.0

@@ -73,10 +73,7 @@ ONE_FAULT = {
     ),
     "W without I": (
         "0F0 0W0",
-        [
-            "0B0 is missing (or 0I0 and 0W0)",
-            "0I0 is missing: I and W come in pairs",
-        ],
+        ["0B0 is missing (or 0I0 and 0W0)", "0I0 is missing: I and W come in pairs"],
     ),
     "W beside B": ("0F0 0B0 0W0", ["0I0 is missing: I and W come in pairs, without 0B0"]),
     "stage on two devices": (
@@ -211,11 +208,13 @@ def test_all_malformed_entries_and_empty_devices_come_at_once() -> None:
     assert expected == [line.partition(" is not an action")[0] for line in faults_of(schedule)]
 
 
-def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
-    """A typo of a microbatch by twenty zeros is named at once."""
-    schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 0, 10**20)),), "mine")
+@pytest.mark.parametrize("what", ["stage", "microbatch"])
+def test_an_absurd_number_is_a_gap_not_an_allocation(what: str) -> None:
+    """A typo by twenty zeros is named at once, before anything is allocated by the largest
+    index."""
+    schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 0, 0)._replace(**{what: 10**20})),))
     assert [
-        f"microbatch 1 is missing, but microbatch {10**20} appears; number them from 0, without gaps"
+        f"{what} 1 is missing, but {what} {10**20} appears; number them from 0, without gaps"
     ] == faults_of(schedule)
 
 
@@ -303,11 +302,3 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
         ).stuck
         assert [] == stuck
         assert Counted.looks <= 2 * sum(map(len, lanes))
-
-
-def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
-    """Named before anything is allocated by the largest index."""
-    schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
-    assert [
-        f"stage 1 is missing, but stage {10**30} appears; number them from 0, without gaps"
-    ] == faults_of(schedule)

@@ -10,7 +10,7 @@ from funcpipe import Kind
 from funcpipe import schedules as S
 
 
-@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("schedule", schedules(4, 4), ids=ids)
 def test_every_backward_is_split_and_legal(schedule, group):
     """The same forwards, each I where the backward was, each W after it; legal as before."""

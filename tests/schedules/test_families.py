@@ -28,7 +28,7 @@ from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.transforms import remat
 from funcpipe._src.view.simulate import simulate
 
-random_sizes = settings(deadline=None, database=None, max_examples=60)
+random_sizes = settings(deadline=None, database=None, max_examples=40)
 
 BLOCKS = [fill_drain, one_f_one_b, eager_one_f_one_b, zb_h2]
 LOOPS = [looped_bfs, interleaved, zero_bubble]
@@ -38,10 +38,11 @@ Family = Callable[..., Schedule]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("devices", range(1, 9))
+@pytest.mark.parametrize("devices", range(1, 6))
 def test_a_family_is_legal_for_all_small_counts(family: Family, devices: int) -> None:
-    """D in 1..8, v in 1..4, M in 1..20: no fault, and exactly the counts that were asked for."""
-    for chunks, microbatches in itertools.product(range(1, 5), range(1, 21)):
+    """D in 1..5, v in 1..3, M in 1..12: no fault, and exactly the counts that were asked for.
+    Larger counts are tried at random below."""
+    for chunks, microbatches in itertools.product(range(1, 4), range(1, 13)):
         schedule = family(devices * chunks, microbatches, num_devices=devices)
         check(schedule)
         counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
@@ -76,6 +77,7 @@ def test_loops_put_stage_s_on_device_s_mod_d(
     """Any number of microbatches, dividing or not."""
     schedule = family(devices * chunks, microbatches, num_devices=devices)
     check(schedule)
+    assert (microbatches, True) == (schedule.num_microbatches, schedule.is_ascending)
     assert tuple(stage % devices for stage in range(devices * chunks)) == schedule.device_of
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
@@ -205,30 +204,6 @@ def test_passes_keep_it_before_what_it_is_for():
     ):
         S.check(other)
         assert all(order[0].kind is Kind.U for order in other.orders)
-
-
-def test_torch_adds_its_own():
-    plain = S.zero_bubble(2, 2)
-    assert S.to_torch_csv(S.gather_params(plain)) == S.to_torch_csv(plain)
-
-
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_whole_parameters_are_not_gathered(executor):
-    stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 4
-    params = tuple(
-        torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
-    )
-    batch = torch.ones(6, 4), torch.zeros(6, 4)
-    plain = S.looped_bfs(4, 3, num_devices=2)
-    plans = [
-        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-        for schedule in (plain, S.gather_params(plain, whole=1))
-    ]
-    runs = [fp.run(plan, params, batch, executor=executor, record=True) for plan in plans]
-    assert torch.equal(runs[0].loss, runs[1].loss)
-    assert all(map(torch.equal, runs[0].grads, runs[1].grads))
-    assert {"0U0", "2U0", "0U1"} <= {str(span.action) for span in runs[1].timeline.spans}
-    assert torch.equal(fp.run_sequential(plans[1], params, batch).loss, runs[0].loss)
 
 
 def test_ahead_for_each_stage():

@@ -71,7 +71,7 @@ def test_other_residuals_may_be_computed_again() -> None:
 
 
 @pytest.mark.parametrize("schedule", PLAIN, ids=ids)
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_every_family_stays_legal_and_holds_no_more(schedule: Schedule, ahead: int) -> None:
     """Without O and L it is the schedule that was given; where copies take no time no device holds
     more than before."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from common import mse_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import schedules
@@ -311,10 +312,8 @@ def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
         S.pair(S.zb_h2(4, 8)),
     ):
         assert schedule.pairs
-        result = assert_matches_sequential(
-            fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"), params, (x, target)
-        )
-        plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        result = assert_matches_sequential(mse_plan(stages, schedule), params, (x, target))
+        plan = mse_plan(stages, schedule)
         result = fp.run(plan, params, (x, target))
         for part, grads in zip(model, result.grads, strict=True):
             for name, parameter in part.named_parameters():
@@ -324,9 +323,7 @@ def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
 def test_a_batch_of_fewer_microbatches_keeps_the_pairs_that_are_left() -> None:
     """Its program is that of fewer, and pairs with one action only are none."""
     schedule = S.dualpipe_v(4, 8)
-    plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)] * 4, schedule, loss=F.mse_loss, devices="cpu"
-    )
+    plan = mse_plan([fp.stage(lambda p, x: x * p)] * 4, schedule)
     for count in (1, 3, 5):
         lowered = plan.program.first(count)
         found = {

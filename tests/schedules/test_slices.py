@@ -77,9 +77,9 @@ def test_seq_1f1b_in_closed_form(devices, slices):
     assert timeline.makespan == pytest.approx(3 * (microbatches + (devices - 1) / slices))
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("share", [1, 2, 3])
-@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("devices", "share", "rounds"), [(2, 1, 1), (2, 3, 4), (4, 2, 2), (4, 3, 1), (8, 2, 2)]
+)
 def test_slimpipe_holds_hardly_more_than_one_microbatch(devices, share, rounds):
     """SlimPipe's order (arXiv 2504.14519): it holds (1 + 2 (p - 1) / (n v)) / p of a microbatch,
     and waits (p - 1) / (n v)."""

@@ -81,8 +81,3 @@ def test_refusals():
         S.step_params(S.fill_drain(2, 2).forwards())
     with pytest.raises(fp.ScheduleError, match="has S already"):
         S.step_params(S.step_params(S.fill_drain(2, 2)))
-
-
-def test_torch_has_no_such_action():
-    schedule = S.one_f_one_b(2, 2)
-    assert S.to_torch_csv(S.step_params(schedule)) == S.to_torch_csv(schedule)

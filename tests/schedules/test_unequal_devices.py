@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from common import search
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -66,18 +67,12 @@ def test_each_family_takes_the_time_of_a_cost_by_stage(fields):
 def test_search_knows_the_speeds():
     """Its result simulates alike, and no schedule of equal devices is as short."""
     cost = fp.Cost(1, 1, 1, comm=0.1, speeds=[1, 0.25, 2])
-    found = fp.search(cost, num_devices=3, num_microbatches=6, num_stages=6, evaluations=1_000)
+    found = search(cost, 3, 6, num_stages=6, evaluations=1_000)
     assert found.makespan == fp.simulate(found.schedule, cost).makespan
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
     # The slow device has two of six stages: 6 microbatches of 3 units, at a quarter of the speed.
     assert found.lower_bound >= 2 * 6 * 3 * 4
-    proven = fp.search(
-        fp.Cost(1, 1, 1, speeds=[1, 0.5]),
-        num_devices=2,
-        num_microbatches=2,
-        exact=True,
-        evaluations=100,
-    )
+    proven = search(fp.Cost(1, 1, 1, speeds=[1, 0.5]), 2, 2, exact=True, evaluations=100)
     assert proven.gap == 0
 
 
@@ -129,7 +124,7 @@ def test_other_numbers_of_devices_are_refused():
     message = "Cost.speeds has 3 numbers, and the schedule has 4 devices; give speeds="
     uses = (
         lambda: fp.simulate(S.one_f_one_b(4, 4), cost),
-        lambda: fp.search(cost, num_devices=4, num_microbatches=4),
+        lambda: search(cost, 4, 4),
         lambda: fp.models.plan_for(cost, num_devices=4, num_microbatches=4),
     )
     for use in uses:

@@ -5,7 +5,7 @@ from time import sleep
 
 import pytest
 import torch
-from torch.nn.functional import mse_loss
+from common import mse_plan, search
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -107,7 +107,7 @@ def test_a_measured_run_gives_the_factors_back():
         sleep(0.02 * len(x))
         return x * p
 
-    plan = fp.make_plan([slow, slow], S.one_f_one_b(2, 3), loss=mse_loss, devices="cpu")
+    plan = mse_plan([slow, slow], S.one_f_one_b(2, 3))
     params = tuple(torch.ones((), requires_grad=True) for _ in range(2))
     cut = fp.Microbatches([torch.ones(rows, 2) for rows in FACTORS])
     fp.run(plan, params, (cut, cut))  # first calls of torch take longer
@@ -147,9 +147,7 @@ def test_search_finds_the_shortest_of_all_orders(factors, limit):
         )
 
     cost = fp.Cost(2, 3, 1, comm=0.5, microbatches=factors)
-    found = fp.search(
-        cost, num_devices=2, num_microbatches=2, memory_limit=limit, evaluations=2_000
-    )
+    found = search(cost, 2, 2, memory_limit=limit, evaluations=2_000)
     assert shortest(factors) == pytest.approx(found.makespan)
     assert found.lower_bound <= min(shortest(factors), shortest(factors[::-1])) * (1 + 1e-9)
 
@@ -164,7 +162,7 @@ def _runs(orders):
 
 def test_search_refuses_to_prove_unequal_microbatches():
     with pytest.raises(fp.ScheduleError, match="exact=True proves schedules of equal microbatches"):
-        fp.search(fp.Cost(microbatches=FACTORS), num_devices=2, num_microbatches=3, exact=True)
+        search(fp.Cost(microbatches=FACTORS), 2, 3, exact=True)
 
 
 def test_cuts_make_room_for_the_largest_microbatch():
@@ -190,7 +188,7 @@ def test_other_numbers_of_microbatches_are_refused(name):
     cost = fp.Cost([1.0] * 2, **{name: FACTORS})
     for use in (
         lambda: fp.simulate(S.one_f_one_b(2, 4), cost),
-        lambda: fp.search(cost, num_devices=2, num_microbatches=4),
+        lambda: search(cost, 2, 4),
         lambda: fp.models.plan_for(cost, num_devices=2, num_microbatches=4),
     ):
         with pytest.raises(

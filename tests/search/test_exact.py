@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from common import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,13 +35,8 @@ def test_a_proof_closes_the_gap(case, cap, objective, value):
     """What the bounds leave open, the solver closes, with fractions too."""
     devices, microbatches, forward, inward, weight, hop = case
     cost = fp.Cost(forward, inward, weight, comm=hop)
-    options = {
-        "num_devices": devices,
-        "num_microbatches": microbatches,
-        "memory_limit": cap,
-        "objective": objective,
-    }
-    found = fp.search(cost, evaluations=300, exact=True, seconds=100, **options)
+    options = {"memory_limit": cap, "objective": objective}
+    found = search(cost, devices, microbatches, evaluations=300, exact=True, seconds=100, **options)
     assert (0.0, "bound") == (found.gap, found.ended)
     if value is not None:
         assert value == found.makespan
@@ -50,15 +46,7 @@ def test_what_the_solver_finds_is_a_schedule():
     """From a bad start (no search before it) it comes to the optimum, legal and within the
     limit."""
     cost = fp.Cost()
-    found = fp.search(
-        cost,
-        num_devices=3,
-        num_microbatches=6,
-        memory_limit=[2, 2, 2],
-        evaluations=1,
-        exact=True,
-        seconds=60,
-    )
+    found = search(cost, 3, 6, memory_limit=[2, 2, 2], evaluations=1, exact=True, seconds=60)
     assert ("exact", "bound", 25) == (found.source, found.ended, found.makespan)
     timeline = fp.simulate(found.schedule, cost)
     assert found.makespan == timeline.makespan
@@ -68,15 +56,8 @@ def test_what_the_solver_finds_is_a_schedule():
 def test_two_stages_a_device_and_the_same_seed():
     """A V; the solver runs on one thread."""
     cost = fp.Cost([1, 2, 1, 1], [2, 1, 1, 2], 1)
-    options = {
-        "num_devices": 2,
-        "num_microbatches": 3,
-        "placement": "v",
-        "memory_limit": 4,
-        "exact": True,
-        "seconds": 60,
-    }
-    one, other = (fp.search(cost, evaluations=40, seed=1, **options) for _ in range(2))
+    options = {"placement": "v", "memory_limit": 4, "exact": True, "seconds": 60}
+    one, other = (search(cost, 2, 3, evaluations=40, seed=1, **options) for _ in range(2))
     assert one.schedule == other.schedule
     assert "bound" == one.ended
 
@@ -84,15 +65,8 @@ def test_two_stages_a_device_and_the_same_seed():
 def test_remat_is_a_choice_of_the_solver():
     """A residual is computed again only where that makes it shorter."""
     cost = fp.Cost(2, 2, 2)
-    options = {
-        "num_devices": 3,
-        "num_microbatches": 4,
-        "memory_limit": 1.5,
-        "evaluations": 100,
-        "exact": True,
-        "seconds": 60,
-    }
-    plain, again = fp.search(cost, **options), fp.search(cost, remat=True, **options)
+    options = {"memory_limit": 1.5, "evaluations": 100, "exact": True, "seconds": 60}
+    plain, again = search(cost, 3, 4, **options), search(cost, 3, 4, remat=True, **options)
     assert again.makespan < plain.makespan
     assert max(again.peak) <= 1.5
     assert "bound" == plain.ended
@@ -113,10 +87,10 @@ def test_a_proof_where_residuals_need_not_stay(allowed, seeds):
 
     for seed in seeds:
         one = small(seed, allowed)
-        found = fp.search(
+        found = search(
             one.cost,
-            num_devices=one.devices,
-            num_microbatches=one.microbatches,
+            one.devices,
+            one.microbatches,
             placement=one.placement,
             memory_limit=one.limit,
             remat=one.remat,
@@ -149,14 +123,10 @@ def test_a_proof_where_backwards_take_less_as_a_whole(seeds):
         ]
         rng = random.Random(seed)
         cost = replace(one.cost, backward=[rng.randint(time // 2, time) for time in halves])
-        options = {
-            "num_devices": one.devices,
-            "num_microbatches": one.microbatches,
-            "placement": one.placement,
-        }
+        options = {"placement": one.placement}
         options |= {"memory_limit": one.limit, "seconds": 60}
-        found = fp.search(cost, evaluations=3_000, **options)
-        proven = fp.search(cost, evaluations=200, exact=True, **options)
+        found = search(cost, one.devices, one.microbatches, evaluations=3_000, **options)
+        proven = search(cost, one.devices, one.microbatches, evaluations=200, exact=True, **options)
         assert (0.0, "bound") == (proven.gap, proven.ended), one
         assert (
             found.lower_bound
@@ -175,10 +145,10 @@ def test_microbatches_overtake_where_moves_are_slow():
     from search_reference import instance
 
     one = instance(36)
-    found = fp.search(
+    found = search(
         one.cost,
-        num_devices=one.devices,
-        num_microbatches=one.microbatches,
+        one.devices,
+        one.microbatches,
         memory_limit=one.limit,
         offload=True,
         evaluations=100,
@@ -281,14 +251,8 @@ def _before(kind, stage, microbatch, stages):
 def test_what_the_model_leaves_out_or_nobody_asks_for_leaves_its_bound(more):
     """Outputs, skips and links let more schedules in, none out; a time of R is nothing where there
     is none."""
-    found = fp.search(
-        fp.Cost(1, 1, 1, **more),
-        num_devices=3,
-        num_microbatches=6,
-        memory_limit=2.001,
-        evaluations=100,
-        exact=True,
-        seconds=60,
+    found = search(
+        fp.Cost(1, 1, 1, **more), 3, 6, memory_limit=2.001, evaluations=100, exact=True, seconds=60
     )
     assert (25, 0.0) == (found.makespan, found.gap)
 
@@ -309,11 +273,11 @@ def test_a_shorter_span_may_take_longer():
 
 def test_no_time_is_left_for_the_solver():
     """It says so, and takes none."""
-    found = fp.search(
+    found = search(
         fp.Cost(1, 1, 1, offload=2),
-        num_devices=3,
+        3,
+        6,
         num_stages=6,
-        num_microbatches=6,
         memory_limit=3,
         offload=True,
         evaluations=5,
@@ -324,23 +288,9 @@ def test_no_time_is_left_for_the_solver():
     assert "exact" != found.source
 
 
-def test_loose_flags_are_refused():
-    with pytest.raises(fp.ScheduleError, match="remat is True or False; got 'no'"):
-        fp.search(
-            fp.Cost(), num_devices=3, num_microbatches=6, memory_limit=2, exact=True, remat="no"
-        )
-
-
 def test_too_large_a_problem_is_left_to_the_search():
     """It would take hours."""
-    found = fp.search(
-        fp.Cost(5, 6, 4, comm=1),
-        num_devices=16,
-        num_microbatches=100,
-        evaluations=60,
-        exact=True,
-        seconds=60,
-    )
+    found = search(fp.Cost(5, 6, 4, comm=1), 16, 100, evaluations=60, exact=True, seconds=60)
     assert "exact" != found.source
 
 
@@ -348,15 +298,7 @@ def test_costs_that_are_no_whole_numbers_of_anything():
     """Their times are rounded for the solver; what it finds is timed by the true ones, and it
     proves nothing."""
     cost = fp.Cost(3**0.5, 2**0.5, 5**0.5 / 2, comm=0.1 * 7**0.5)
-    found = fp.search(
-        cost,
-        num_devices=3,
-        num_microbatches=5,
-        memory_limit=2,
-        evaluations=50,
-        exact=True,
-        seconds=20,
-    )
+    found = search(cost, 3, 5, memory_limit=2, evaluations=50, exact=True, seconds=20)
     assert found.makespan == fp.simulate(found.schedule, cost).makespan
     assert found.lower_bound <= found.makespan
 
@@ -365,33 +307,19 @@ def test_costs_that_are_no_whole_numbers_of_anything():
 def test_memory_of_any_size_is_rounded_towards_what_fits(size):
     """No bound above what was found, and no number that the solver cannot take: the sizes of real
     residuals."""
-    options = {
-        "num_devices": 2,
-        "num_microbatches": 4,
-        "evaluations": 40,
-        "exact": True,
-        "seconds": 60,
-    }
+    options = {"evaluations": 40, "exact": True, "seconds": 60}
     cost = fp.Cost(2, 3, 2, residual=size, weight_residual=size * 0.9)
     whole = fp.Cost(2, 3, 2, residual=1, weight_residual=0.9)
     found, like = (
-        fp.search(cost, memory_limit=[2 * size, size], **options),
-        fp.search(whole, memory_limit=[2, 1], **options),
+        search(cost, 2, 4, memory_limit=[2 * size, size], **options),
+        search(whole, 2, 4, memory_limit=[2, 1], **options),
     )
     assert found.lower_bound <= found.makespan
     assert (like.makespan, like.ended) == (found.makespan, found.ended)
     several = fp.Cost(
         1, 1, 1, residual=[size, size * 1.37, size / 3, size], weight_residual=[size / 7] * 4
     )
-    fp.search(
-        several,
-        num_devices=4,
-        num_microbatches=3,
-        memory_limit=size * 2.345678,
-        evaluations=20,
-        exact=True,
-        seconds=20,
-    )
+    search(several, 4, 3, memory_limit=size * 2.345678, evaluations=20, exact=True, seconds=20)
 
 
 def test_ctrl_c_is_python_s_again():
@@ -415,11 +343,4 @@ def test_without_the_extra(monkeypatch):
     """The message says what to install."""
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     with pytest.raises(fp.ScheduleError, match="pip install ortools"):
-        fp.search(
-            fp.Cost(5, 6, 4, comm=1),
-            num_devices=3,
-            num_microbatches=5,
-            memory_limit=2,
-            evaluations=50,
-            exact=True,
-        )
+        search(fp.Cost(5, 6, 4, comm=1), 3, 5, memory_limit=2, evaluations=50, exact=True)

@@ -2,6 +2,7 @@
 long and no larger."""
 
 import pytest
+from common import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,14 +93,8 @@ def test_any_placement_is_searched_to_the_optimum(placement, cap):
     pytest.importorskip("ortools")
     stages, devices = len(placement), max(placement) + 1
     cost = fp.Cost([1, 3, 2, 1][:stages], [2, 1, 3, 2][:stages], [1, 2, 1, 1][:stages], comm=1)
-    options = {
-        "num_devices": devices,
-        "num_microbatches": 4,
-        "num_stages": stages,
-        "memory_limit": cap,
-        "placement": placement,
-    }
-    found = fp.search(cost, evaluations=3000, seconds=100, **options)
-    proven = fp.search(cost, evaluations=3000, exact=True, seconds=30, **options)
+    options = {"num_stages": stages, "memory_limit": cap, "placement": placement}
+    found = search(cost, devices, 4, evaluations=3000, seconds=100, **options)
+    proven = search(cost, devices, 4, evaluations=3000, exact=True, seconds=30, **options)
     assert found.schedule.device_of == placement
     assert found.makespan <= proven.lower_bound * 1.01

@@ -5,6 +5,7 @@ import itertools
 import random
 
 import pytest
+from common import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import unequal
@@ -20,6 +21,8 @@ from funcpipe._src.search.polish import Bench, OrderedLane, bounds_of, polish
 from funcpipe._src.search.problem import Budget, Problem, as_schedule
 
 TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
+COUNTS = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(1, 6))
+"""Devices, stages of each, microbatches."""
 
 
 @st.composite
@@ -45,11 +48,7 @@ def costs(draw, stages):
 @st.composite
 def searches(draw):
     """What to search for: counts, costs, a limit that some schedule keeps, options."""
-    devices, share, microbatches = (
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 6)),
-    )
+    devices, share, microbatches = draw(COUNTS)
     cost = draw(unequal(draw(costs(devices * share)), microbatches))
     simplest = fp.simulate(S.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
     limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
@@ -96,11 +95,7 @@ def test_what_is_found_is_legal_fits_and_says_the_truth(options):
 def test_no_schedule_beats_the_bounds(data):
     """Every family and orders at random, under random costs and the memory that they need, for both
     objectives."""
-    devices, share, microbatches = (
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.integers(1, 6)),
-    )
+    devices, share, microbatches = data.draw(COUNTS)
     stages = devices * share
     cost = data.draw(unequal(data.draw(costs(stages)), microbatches))
     schedules = [
@@ -123,11 +118,7 @@ def test_no_schedule_beats_the_bounds(data):
 @given(st.data())
 def test_rules_say_what_the_simulator_says(data):
     """List schedules are legal, keep their limits, and take the time that they claim at most."""
-    devices, share, microbatches = (
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.integers(1, 6)),
-    )
+    devices, share, microbatches = data.draw(COUNTS)
     stages = devices * share
     cost = data.draw(costs(stages).filter(lambda cost: not cost.skips and cost.bandwidth is None))
     cost = data.draw(unequal(cost, microbatches))
@@ -243,19 +234,16 @@ def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(sta
 
 
 def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
-    """Moves find where it pays; no rule and no family does."""
-    options = {
-        "num_devices": 4,
-        "num_microbatches": 8,
-        "memory_limit": 2,
-        "evaluations": 5_000,
-        "seconds": 300,
-    }
+    """Moves find where it pays; no rule and no family does. Without the host there is no such
+    schedule."""
+    options = {"memory_limit": 2, "evaluations": 5_000, "seconds": 300}
     found, plain = (
-        fp.search(fp.Cost(offload=0.5), offload=offload, **options) for offload in (True, False)
+        search(fp.Cost(offload=0.5), 4, 8, offload=offload, **options) for offload in (True, False)
     )
     assert found.makespan <= 34 < 41 == plain.makespan
     assert max(found.peak) <= 2
+    kinds = [action.kind for order in found.schedule.orders for action in order]
+    assert kinds.count(fp.Kind.O) == kinds.count(fp.Kind.L) > 0
 
 
 def test_an_action_moves_past_those_of_others_only():
@@ -269,15 +257,9 @@ def test_an_action_moves_past_those_of_others_only():
 
 def test_the_same_seed_finds_the_same():
     """A number of evaluations makes it repeatable; another seed may find another."""
-    options = {
-        "num_devices": 4,
-        "num_microbatches": 8,
-        "memory_limit": 3,
-        "evaluations": 400,
-        "seconds": 300,
-    }
+    options = {"memory_limit": 3, "evaluations": 400, "seconds": 300}
     cost = fp.Cost(5, 6, 4, comm=1)
-    one, other = (fp.search(cost, seed=3, **options) for _ in range(2))
+    one, other = (search(cost, 4, 8, seed=3, **options) for _ in range(2))
     assert "evaluations" == one.ended
     assert (one.schedule, one.evaluations, one.source) == (
         other.schedule,
@@ -289,9 +271,7 @@ def test_the_same_seed_finds_the_same():
 def test_seconds_cut_it_short():
     """And the result says so."""
     cost = fp.Cost([1.0, 1.1] * 8, [1.2, 0.9] * 8, [0.7, 0.8] * 8, comm=0.1)
-    found = fp.search(
-        cost, num_devices=16, num_microbatches=64, evaluations=10**9, seconds=0.5, objective="span"
-    )
+    found = search(cost, 16, 64, evaluations=10**9, seconds=0.5, objective="span")
     assert "seconds" == found.ended
 
 
@@ -302,10 +282,10 @@ def test_stages_that_differ_and_torch_s_orders():
         cost = fp.Cost(*times, weight_residual=1.0)
         for family in (S.interleaved, S.zero_bubble, S.zbv, S.dualpipe_v):
             theirs = fp.simulate(family(16, 32, num_devices=8), cost)
-            found = fp.search(
+            found = search(
                 cost,
-                num_devices=8,
-                num_microbatches=32,
+                8,
+                32,
                 num_stages=16,
                 memory_limit=max(theirs.peak),
                 evaluations=40,
@@ -315,29 +295,11 @@ def test_stages_that_differ_and_torch_s_orders():
             assert found.makespan <= theirs.makespan
 
 
-def test_residuals_go_to_the_host_where_memory_is_short():
-    """Without it there is no such schedule; the links' time counts."""
-    cost = fp.Cost(1, 1, 1, offload=0.2, weight_residual=1.0)
-    options = {
-        "num_devices": 6,
-        "num_microbatches": 12,
-        "memory_limit": 3,
-        "evaluations": 300,
-        "seconds": 120,
-    }
-    plain = fp.search(cost, **options)
-    moved = fp.search(cost, offload=True, **options)
-    assert max(moved.peak) <= 3
-    assert moved.makespan < plain.makespan
-    kinds = [action.kind for order in moved.schedule.orders for action in order]
-    assert kinds.count(fp.Kind.O) == kinds.count(fp.Kind.L) > 0
-
-
 def test_skips_count_as_memory():
     """What waits for its pop takes room that residuals then do not have."""
     skips = fp.Cost(1, 1, 1, skips=[(0, 3, 1.0)])
-    free = fp.search(fp.Cost(), num_devices=4, num_microbatches=8, memory_limit=5, evaluations=200)
-    found = fp.search(skips, num_devices=4, num_microbatches=8, memory_limit=5, evaluations=200)
+    free = search(fp.Cost(), 4, 8, memory_limit=5, evaluations=200)
+    found = search(skips, 4, 8, memory_limit=5, evaluations=200)
     assert free.makespan < found.makespan
     assert max(found.peak) <= 5
 
@@ -345,32 +307,9 @@ def test_skips_count_as_memory():
 def test_a_whole_backward_where_that_is_cheaper():
     """An eager stage's I does all the work: there B is what to run."""
     cost = fp.Cost(1, 2, 0.5, backward=2)
-    found = fp.search(cost, num_devices=3, num_microbatches=6, evaluations=200)
+    found = search(cost, 3, 6, evaluations=200)
     assert any(action.kind is fp.Kind.B for order in found.schedule.orders for action in order)
     assert found.makespan <= fp.simulate(S.one_f_one_b(3, 6), cost).makespan
-
-
-def test_a_found_schedule_runs():
-    """Like any other: the same numbers as one after the other."""
-    import torch
-
-    found = fp.search(
-        fp.Cost(1, 2, 1),
-        num_devices=2,
-        num_microbatches=4,
-        num_stages=4,
-        memory_limit=5,
-        remat=True,
-        evaluations=200,
-    )
-    stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"s{at}") for at in range(4)]
-    generator = torch.Generator().manual_seed(0)
-    params = tuple(torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in stages)
-    x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-    plan = fp.make_plan(stages, found.schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
-    one, other = fp.run(plan, params, (x, x)), fp.run_sequential(plan, params, (x, x))
-    assert torch.equal(one.loss, other.loss)
-    assert all(map(torch.equal, one.grads, other.grads))
 
 
 @pytest.mark.parametrize(
@@ -403,6 +342,7 @@ def test_a_found_schedule_runs():
         ({"evaluations": True}, "evaluations must be a whole number; got True"),
         ({"placement": [0, 0, 2]}, "all devices from 0 to 1; got"),
         ({"cost": fp.Cost([1, 2, 3], [1, 2])}, "backward_input has 2 numbers"),
+        ({"remat": "no"}, "remat is True or False; got 'no'"),
     ],
 )
 def test_searches_that_are_refused(options, says):
@@ -420,9 +360,7 @@ def test_searches_that_are_refused(options, says):
 
 def test_a_search_reads_well():
     """The one line that a notebook shows."""
-    found = fp.search(
-        fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500
-    )
+    found = search(fp.Cost(5, 6, 4, comm=1), 3, 6, memory_limit=4, evaluations=500)
     assert str(found).startswith(
         "search: makespan 102, nothing shorter exists; bound by the work of device 2; bubble"
     )
@@ -432,21 +370,15 @@ def test_a_search_reads_well():
 
 def test_a_residual_that_grows_at_i():
     """What I leaves may be more than what it takes: then a whole backward is what fits."""
-    found = fp.search(
-        fp.Cost(weight_residual=1.5),
-        num_devices=2,
-        num_microbatches=2,
-        memory_limit=1,
-        evaluations=50,
-    )
+    found = search(fp.Cost(weight_residual=1.5), 2, 2, memory_limit=1, evaluations=50)
     assert (1.0, 1.0) == found.peak
 
 
 def test_a_skip_between_neighbours_hides_nothing():
     """The bound counts the slower of what goes the same way."""
     cost, more = (fp.Cost(bandwidth=1, output=50, skips=skips) for skips in ([], [(0, 1, 0.01)]))
-    options = {"num_devices": 2, "num_microbatches": 2, "evaluations": 20}
-    assert fp.search(cost, **options).lower_bound <= fp.search(more, **options).lower_bound
+    options = {"evaluations": 20}
+    assert search(cost, 2, 2, **options).lower_bound <= search(more, 2, 2, **options).lower_bound
 
 
 def test_what_is_away_is_not_sent_away_again():

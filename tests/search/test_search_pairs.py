@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from common import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import schedules, unequal
@@ -97,11 +98,11 @@ def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits
     """Which takes 4 M + 3 D where all is hidden that can be."""
     cost = fp.Cost(1, 1, 1, forward_link=waits, backward_link=waits)
     published = fp.simulate(fp.schedules.dualpipe_v(2 * devices, count), cost)
-    found = fp.search(
+    found = search(
         cost,
-        num_devices=devices,
+        devices,
+        count,
         num_stages=2 * devices,
-        num_microbatches=count,
         placement="v",
         memory_limit=max(published.peak),
         evaluations=4_000,
@@ -115,9 +116,7 @@ def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits
 
 def test_where_nothing_is_hidden_nothing_overlaps() -> None:
     """A pair would only be late."""
-    found = fp.search(
-        fp.Cost(), num_devices=2, num_stages=4, num_microbatches=6, placement="v", evaluations=300
-    )
+    found = search(fp.Cost(), 2, 6, num_stages=4, placement="v", evaluations=300)
     assert not found.schedule.pairs
 
 
@@ -125,7 +124,7 @@ def test_the_solver_knows_no_pairs() -> None:
     with pytest.raises(
         fp.ScheduleError, match="exact=True proves schedules in which nothing overlaps"
     ):
-        fp.search(fp.Cost(forward_link=0.5), num_devices=2, num_microbatches=2, exact=True)
+        search(fp.Cost(forward_link=0.5), 2, 2, exact=True)
 
 
 def test_a_cost_without_its_links() -> None:

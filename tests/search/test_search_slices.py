@@ -2,50 +2,18 @@
 what is published."""
 
 import pytest
+from common import mse_plan, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import schedules as random_schedules
 
 import funcpipe as fp
 from funcpipe import schedules as S
-from funcpipe._src.search.bounds import lower_bound
-from funcpipe._src.search.problem import Problem
 
 TIMES = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
 def row(draw, count):
     return draw(st.lists(TIMES, min_size=count, max_size=count))
-
-
-@settings(max_examples=100)
-@given(random_schedules(), st.data())
-def test_no_schedule_beats_the_bounds(schedule, data):
-    """Slices are pieces of equal time and memory, so what holds for as many microbatches holds for
-    them."""
-    if not schedule.has_backward:
-        return
-    orders = [
-        [action for action in order if action.kind is not fp.Kind.R] for order in schedule.orders
-    ]
-    schedule = fp.Schedule(tuple(map(tuple, orders)))
-    stages = schedule.num_stages
-    comm = data.draw(st.sampled_from([0.0, 1.0]))
-    cost = fp.Cost(
-        row(data.draw, stages), row(data.draw, stages), row(data.draw, stages), comm=comm
-    )
-    timeline = fp.simulate(schedule, cost)
-    limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
-    for objective in ("makespan", "span"):
-        problem = Problem(
-            cost,
-            schedule.device_of,
-            schedule.num_pieces,
-            limits,
-            objective,
-            num_slices=schedule.num_slices,
-        )
-        assert lower_bound(problem).value <= problem.value(timeline) * (1 + 1e-9)
 
 
 @settings(max_examples=25)
@@ -60,10 +28,10 @@ def test_what_is_found_is_legal_and_within_the_limits(data):
     )
     one = max(places.count(device) for device in range(devices))  # what a microbatch needs
     limit = data.draw(st.sampled_from([None, one, one + 0.5]))
-    found = fp.search(
+    found = search(
         cost,
-        num_devices=devices,
-        num_microbatches=data.draw(st.integers(1, 3)),
+        devices,
+        data.draw(st.integers(1, 3)),
         num_slices=slices,
         placement=places,
         memory_limit=limit,
@@ -89,13 +57,8 @@ def test_slimpipe_is_beaten_in_its_memory(devices, slices):
         S.interleaved(2 * devices, 4, num_devices=devices, num_slices=slices), cost
     )
     limit = 0.9 * max(published.peak)
-    counts = {
-        "num_devices": devices,
-        "num_stages": 2 * devices,
-        "num_microbatches": 4,
-        "num_slices": slices,
-    }
-    found = fp.search(cost, **counts, memory_limit=limit, evaluations=300)
+    counts = {"num_stages": 2 * devices, "num_slices": slices}
+    found = search(cost, devices, 4, **counts, memory_limit=limit, evaluations=300)
     assert found.gap == 0
     assert found.makespan < 0.97 * published.makespan
     assert max(found.peak) < 0.9 * max(published.peak)
@@ -110,9 +73,7 @@ def test_rules_find_what_no_family_is():
     ]
     timelines = [fp.simulate(schedule, cost) for schedule in families]
     limit = max(timelines[0].peak)
-    found = fp.search(
-        cost, num_devices=4, num_microbatches=4, num_slices=3, memory_limit=limit, evaluations=1500
-    )
+    found = search(cost, 4, 4, num_slices=3, memory_limit=limit, evaluations=1500)
     fitting = [timeline.makespan for timeline in timelines if max(timeline.peak) <= limit]
     assert found.source in ("rules", "moves")
     assert found.makespan < min(fitting)
@@ -121,19 +82,12 @@ def test_rules_find_what_no_family_is():
 def test_what_is_found_runs():
     """It is an ordinary schedule: the same numbers as any other with these slices."""
     import torch
-    import torch.nn.functional as F
     from causal import batch, chain
 
-    found = fp.search(
-        fp.Cost([1, 2], [2, 1], [1, 1]),
-        num_devices=2,
-        num_microbatches=3,
-        num_slices=2,
-        evaluations=200,
-    )
+    found = search(fp.Cost([1, 2], [2, 1], [1, 1]), 2, 3, num_slices=2, evaluations=200)
     stages, params = chain(("attend", "recur"))
     results = [
-        fp.run(fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"), params, batch(6, 8))
+        fp.run(mse_plan(stages, schedule), params, batch(6, 8))
         for schedule in (found.schedule, S.one_f_one_b(2, 3, num_slices=2))
     ]
     torch.testing.assert_close(results[0].grads, results[1].grads, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ proven optima."""
 import itertools
 
 import pytest
+from common import search
 from greedy_schedules import on_a_line, on_a_v
 
 import funcpipe as fp
@@ -106,10 +107,10 @@ def test_what_cannot_be_beaten_is_known_to_be(at):
     built = best_of(problem, on_a_line(problem))
     assert 0.0 == gap_of(built.span, bound)
     assert row[9] == pytest.approx(built.span_bubble, abs=5e-5)
-    found = fp.search(
+    found = search(
         problem.cost,
-        num_devices=row[0],
-        num_microbatches=row[1],
+        row[0],
+        row[1],
         memory_limit=2 * row[0] * problem.cost.residual,
         objective="span",
         evaluations=300,
@@ -126,10 +127,10 @@ def test_a_search_beats_zb_2p(at, most):
     """At the memory of ZB-2p, with the default number of evaluations; about half its bubble."""
     row = LINE[at]
     cost = cost_of(row)
-    found = fp.search(
+    found = search(
         cost,
-        num_devices=row[0],
-        num_microbatches=row[1],
+        row[0],
+        row[1],
         memory_limit=2 * row[0] * cost.residual,
         objective="span",
         evaluations=10_000 if at != 5 else 4_000,
@@ -164,10 +165,10 @@ def optimum(case, cap, objective, **options):
     """Search one of the small cases."""
     devices, microbatches, forward, inward, weight, hop = case
     cost = fp.Cost(forward, inward, weight, comm=hop)
-    return fp.search(
+    return search(
         cost,
-        num_devices=devices,
-        num_microbatches=microbatches,
+        devices,
+        microbatches,
         memory_limit=cap,
         objective=objective,
         **{"evaluations": 3000, "seconds": 300, **options},
@@ -196,10 +197,10 @@ def test_small_optima_are_found_without_a_solver(case, cap, objective, value):
 )
 def test_small_optima_with_two_stages_a_device(placement, devices, microbatches, cap, value):
     """Makespans in units of a stage's F = I = W."""
-    found = fp.search(
+    found = search(
         fp.Cost(),
-        num_devices=devices,
-        num_microbatches=microbatches,
+        devices,
+        microbatches,
         num_stages=2 * devices,
         memory_limit=cap,
         placement=placement,
@@ -228,10 +229,10 @@ FRONTIER = {
 )
 def test_the_frontier_of_the_v_is_reached(devices, cap):
     """Bubble against memory, as span."""
-    found = fp.search(
+    found = search(
         fp.Cost(),
-        num_devices=devices,
-        num_microbatches=2 * devices,
+        devices,
+        2 * devices,
         num_stages=2 * devices,
         memory_limit=cap,
         placement="v",

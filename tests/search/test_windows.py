@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from common import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,7 +174,7 @@ def test_what_memory_says_comes_first():
 def test_a_memory_that_holds_one():
     """One microbatch after the other, so nothing overlaps: proven without a solver."""
     cost = fp.Cost([2, 3, 1], [3, 1, 2], [1, 2, 2], comm=1, weight_residual=1.0)
-    found = fp.search(cost, num_devices=3, num_microbatches=5, memory_limit=1, evaluations=50)
+    found = search(cost, 3, 5, memory_limit=1, evaluations=50)
     assert ("bound", 0.0) == (found.ended, found.gap)
     assert "memory" in found.binds
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from common import EXECUTORS
 from torch import nn
 
 import funcpipe as fp
@@ -44,9 +45,13 @@ def plan_of(schedule, stages=STAGES) -> fp.Plan:
     return fp.make_plan(stages, schedule, loss=loss, devices="cpu")
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "executor", "compiled"),
+    [
+        *((name, executor, False) for name in SCHEDULES for executor in EXECUTORS),
+        *(("remat", "serial", True), ("ZB-H1", "threads", True)),
+    ],
+)
 def test_all_values_are_those_of_the_oracle(name, executor, compiled):
     """Bit for bit, by action and name; a run with an observer computes what a run without does."""
     stages = [fp.compile_stage(stage, fuse=False) for stage in STAGES] if compiled else STAGES
