@@ -127,41 +127,15 @@ def test_what_cannot_travel_is_named():
             pack(tree)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        ["named", "os:system", [0]],
-        ["named", "subprocess:Popen", [0]],
-        ["class", "subprocess:Popen", [0], ["leaf", None]],
-        ["class", "builtins:eval", [0], ["leaf", None]],
-        ["named", "not_loaded_module:Thing", [0]],
-        ["set", [0]],
-        ["list", [5]],
-        {"list": [0]},
-    ],
-)
-def test_nothing_is_called_that_is_no_container(code):
-    data = json.dumps([code, [1], [], [], []]).encode()
-    with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(data)
-
-
-@pytest.mark.parametrize("shared", [[1], [-1], ["0"], [True], 0])
-def test_shared_leaves_are_leaves(shared):
-    data = json.dumps([None, [1], [], shared, []]).encode()
-    with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(data)
-
-
+TENSOR = {"tensor": [[4, 3], [3, 1], "torch.float32"]}
 SPREAD = [[4, 5], [5, 1], [["Shard", 1]], ["tp"], [2], [0]]
 
 
 def test_the_form_of_a_dtensor_comes_back():
-    layout = {"tensor": [[4, 3], [3, 1], "torch.float32"]}
     placements = [["Shard", 0], ["Replicate", None], ["Partial", "sum"]]
     three = [[4, 5], [5, 1], placements, ["a", "b", "c"], [2, 1, 3], [1, 0, 2]]
     for spread in (SPREAD, three):
-        form = unpack_form(json.dumps([None, [1, layout], [], [], [[1, spread]]]).encode())
+        form = unpack_form(json.dumps([None, [1, TENSOR], [], [], [[1, spread]]]).encode())
         assert form == unpack_form(pack_form(form))
         ((number, found),) = form.spreads
         assert (1, spread[3]) == (number, [*found.names])
@@ -178,48 +152,62 @@ def test_other_placements_cannot_travel():
         Spread.of(SimpleNamespace(device_mesh=mesh, placements=(Odd(),)))
 
 
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        (0, [4]),
-        (1, [5, -1]),
-        (2, []),
-        (2, [["Shard", "1"]]),
-        (2, [["Shard", True]]),
-        (2, [["Partial", None]]),
-        (2, [["DTensor", 1]]),
-        (2, [["Replicate", 0]]),
-        (3, ["tp", "pp"]),
-        (3, [1]),
-        (4, ["2"]),
-        (5, [-1]),
-        (None, [0, SPREAD]),
-        (None, [1, SPREAD[1:]]),
-        (None, [True, SPREAD]),
-        (None, [2, SPREAD]),
-    ],
-)
-def test_damaged_forms_of_dtensors_are_refused(field, wrong):
-    code = wrong if field is None else [1, [*SPREAD[:field], wrong, *SPREAD[field + 1 :]]]
-    leaves = [1, {"tensor": [[4, 3], [3, 1], "torch.float32"]}]
-    with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(json.dumps([None, leaves, [], [], [code]]).encode())
+NO_CONTAINERS = [
+    ["named", "os:system", [0]],
+    ["named", "subprocess:Popen", [0]],
+    ["class", "subprocess:Popen", [0], ["leaf", None]],
+    ["class", "builtins:eval", [0], ["leaf", None]],
+    ["named", "not_loaded_module:Thing", [0]],
+    ["set", [0]],
+    ["list", [5]],
+    {"list": [0]},
+]
+"""Structures of which nothing may be called."""
+NO_LEAVES = [
+    {"tensor": [[2, -1], [1, 1], "torch.float32"]},
+    {"tensor": [[2, 2], [0, 0], "torch.float32"]},
+    {"tensor": [[2], [1], "torch.nn"]},
+    {"tensor": [[2], [1, 1], "torch.float32"]},
+    {"code": "import os"},
+    [1],
+]
+NO_FIELDS = [
+    (0, [4]),
+    (1, [5, -1]),
+    (2, []),
+    (2, [["Shard", "1"]]),
+    (2, [["Shard", True]]),
+    (2, [["Partial", None]]),
+    (2, [["DTensor", 1]]),
+    (2, [["Replicate", 0]]),
+    (3, ["tp", "pp"]),
+    (3, [1]),
+    (4, ["2"]),
+    (5, [-1]),
+]
+"""Wrong fields of `SPREAD`."""
+NO_SPREADS = [
+    *([1, [*SPREAD[:field], wrong, *SPREAD[field + 1 :]]] for field, wrong in NO_FIELDS),
+    [0, SPREAD],
+    [1, SPREAD[1:]],
+    [True, SPREAD],
+    [2, SPREAD],
+]
+DAMAGED = [
+    *([structure, [1], [], [], []] for structure in NO_CONTAINERS),
+    *([None, [1], [], shared, []] for shared in ([1], [-1], ["0"], [True], 0)),
+    *([0, [leaf], [], [], []] for leaf in NO_LEAVES),
+    *([None, [1, TENSOR], [], [], [spread]] for spread in NO_SPREADS),
+    [0, [{"number": "q"}], []],  # at an edge, a form has its numbers
+]
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        {"tensor": [[2, -1], [1, 1], "torch.float32"]},
-        {"tensor": [[2, 2], [0, 0], "torch.float32"]},
-        {"tensor": [[2], [1], "torch.nn"]},
-        {"tensor": [[2], [1, 1], "torch.float32"]},
-        {"code": "import os"},
-        [1],
-    ],
-)
-def test_damaged_leaves_are_refused(leaf):
+@pytest.mark.parametrize("form", DAMAGED, ids=str)
+def test_damaged_forms_are_refused(form):
+    """Structures of other objects than containers, shared leaves that are none, damaged leaves and
+    damaged DTensors."""
     with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(json.dumps([0, [leaf], [], [], []]).encode())
+        unpack_form(json.dumps(form).encode())
 
 
 @given(st.data())
@@ -311,10 +299,3 @@ def test_a_class_that_was_made_anew_is_the_new_one(monkeypatch):
 
     monkeypatch.setattr(sys.modules[__name__], "Point", Other)
     assert type(unpack(data)) is Other
-
-
-def test_a_number_stands_nowhere_but_in_a_whole_tree():
-    """At an edge a form has its numbers: one that has none is damaged."""
-    text = json.dumps([0, [{"number": "q"}], []]).encode()
-    with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(text)

@@ -5,6 +5,7 @@ import faulthandler
 import time
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -35,6 +36,13 @@ def rows(count):
 
 def plan_of(stages, schedule, *, loss=F.mse_loss, **options):
     return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
+
+
+@contextmanager
+def pipeline(plan, params, timeout=20.0):
+    """The ranks of a plan, and their parameters."""
+    with fp.ranks(plan, timeout=timeout) as ranks:
+        yield ranks, fp.place(plan, params, ranks)
 
 
 def told(job):
@@ -136,8 +144,7 @@ def batches_differ(rank, size):
     plan = plan_of(split, S.one_f_one_b(2, 4))
     x, y = rows(8)
     other = bool(rank)
-    with fp.ranks(plan, timeout=30.0) as ranks:
-        params = fp.place(plan, split.params, ranks)
+    with pipeline(plan, split.params, 30.0) as (ranks, params):
         run = lambda *batch: told(lambda: float(fp.run(plan, params, batch, executor=ranks).loss))
         ready = lambda shift: fp.Microbatches((x + shift).split(2))
         wrong = [
@@ -270,15 +277,14 @@ def multiplied(size=2):
     return plan_of(stages, S.one_f_one_b(size, 2))
 
 
+def two_numbers():
+    return torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+
+
 def never_runs(rank, size, before):
     """Run nothing (more) on rank 1, which has entered its ranks."""
     plan = multiplied()
-    with fp.ranks(plan, timeout=3.0) as ranks:
-        params = fp.place(
-            plan,
-            (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)),
-            ranks,
-        )
+    with pipeline(plan, two_numbers(), 3.0) as (ranks, params):
         for _ in range(before):
             result = fp.run(plan, params, rows(4), executor=ranks)
             fp.step(torch.optim.SGD(fp.leaves(params), lr=0.1), params, result)
@@ -328,12 +334,7 @@ def step_fails(rank, size):
     """Fail in the second step of rank 1's optimizer, and go on: return each rank's error in each
     step."""
     plan, heard = multiplied(), []
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(
-            plan,
-            (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)),
-            ranks,
-        )
+    with pipeline(plan, two_numbers()) as (ranks, params):
         optimizer = (Breaks if rank == 1 else torch.optim.SGD)(fp.leaves(params), lr=0.01)
         for step in range(4):
             try:
@@ -386,8 +387,7 @@ def boxes(rank, size):
         fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed)),
     ]
     plan = plan_of(stages, S.one_f_one_b(2, 2))
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+    with pipeline(plan, (torch.tensor(2.0), torch.tensor(3.0))) as (ranks, params):
         x, target = rows(4)
         loss = float(fp.run(plan, params, (x, target), executor=ranks).loss)
     return abs(loss / float(F.mse_loss(x * 6, target)) - 1) < 1e-5
@@ -440,8 +440,7 @@ def clipped_otherwise(rank, size, values, scaled):
     split = fp.split(net(0), 2)
     plan = plan_of(split, S.one_f_one_b(2, 2))
     x, target = rows(8)
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, split.params, ranks)
+    with pipeline(plan, split.params) as (ranks, params):
         before = [leaf.clone() for leaf in fp.leaves(params)]
         optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
@@ -471,8 +470,7 @@ def steps_of_bare_gradients(rank, size):
     process alone, in which functions have None as parameters, while ranks are open."""
     split = fp.split(net(0), 2)
     plan = plan_of(split, S.one_f_one_b(2, 2))
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, split.params, ranks)
+    with pipeline(plan, split.params) as (ranks, params):
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
         result = fp.run(plan, params, rows(8), executor=ranks)
         before = [leaf.clone() for leaf in fp.leaves(params)]
@@ -503,8 +501,7 @@ def saves_on_one_rank(rank, size, folder):
     split = fp.split(net(0), 2)
     plan = plan_of(split, S.one_f_one_b(2, 2))
     x, target = rows(8)
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, split.params, ranks)
+    with pipeline(plan, split.params) as (ranks, params):
 
         def run():
             return float(fp.run(plan, params, (x, target), executor=ranks).loss)
@@ -577,8 +574,7 @@ def ranks_have_placeholders(rank, size):
     stages = [own if stage == rank else other for stage in range(2)]
     loss = F.mse_loss if rank else F.l1_loss
     plan = plan_of(stages, S.one_f_one_b(2, 2), loss=loss)
-    with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+    with pipeline(plan, (torch.tensor(2.0), torch.tensor(3.0))) as (ranks, params):
         x, target = rows(4)
         return float(fp.run(plan, params, (x, target), executor=ranks).loss), float(
             F.mse_loss(6 * x, target)

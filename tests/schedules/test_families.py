@@ -188,17 +188,6 @@ def test_integers_of_other_libraries_count(family: Family) -> None:
     assert family(4, 4, num_devices=2) == schedule
 
 
-@pytest.mark.parametrize("family", BLOCKS)
-def test_more_devices_than_stages_are_refused(family: Family) -> None:
-    """The message has both counts."""
-    with pytest.raises(ScheduleError) as error:
-        family(2, 4, num_devices=3)
-    assert (
-        "no such schedule:\n  * num_devices must be at most num_stages; got 3 devices for 2 stages"
-        == str(error.value)
-    )
-
-
 @pytest.mark.parametrize("family", LOOPS)
 def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(
     family: Family,

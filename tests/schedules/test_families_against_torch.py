@@ -53,16 +53,6 @@ def test_looped_families_equal_torchs(
             assert torch_rows(cls, devices, chunks, count) == ours
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 5), (3, 7), (4, 11), (4, 13)])
-@pytest.mark.parametrize("family", [interleaved, zero_bubble])
-def test_counts_that_torch_refuses_are_legal_here(
-    family: Callable[..., Schedule], devices: int, microbatches: int
-) -> None:
-    """Rounds may differ by a microbatch, so no number of microbatches is refused."""
-    assert microbatches % max(1, microbatches // devices) != 0
-    check(family(2 * devices, microbatches, num_devices=devices))
-
-
 @pytest.mark.parametrize("devices", range(1, 6))
 def test_looped_bfs_equals_torchs_but_for_the_direction_of_the_backwards(devices: int) -> None:
     """Forwards are the same; backwards visit the same stages, each in ascending microbatch

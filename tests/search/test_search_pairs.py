@@ -37,7 +37,7 @@ def costs(draw: st.DrawFn, stages: int) -> fp.Cost:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObject) -> None:
     """Of any schedule with backwards, at the memory that it needs."""

@@ -78,7 +78,7 @@ def test_greedy_schedules_on_a_line_are_zb_1p_and_zb_2p(row, share):
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=pytest.mark.slow if row[1] > 64 else ()) for row in VEE],
+    [pytest.param(row, marks=pytest.mark.slow if row[1] > 48 else ()) for row in VEE],
     ids=[f"{row[0]}x{row[1]}" for row in VEE],
 )
 def test_greedy_schedules_on_a_v_are_zb_v(row):
@@ -150,14 +150,12 @@ OPTIMA = {
     (4, 8, 2, 2, 1, 0): {4: (49, 49), 6: (46, 45), 8: (46, 45)},
     (3, 6, 5, 6, 4, 1): {3: (112, 112), 4: (102, 101), 6: (102, 96)},
     (4, 8, 5, 6, 4, 1): {4: (153, 153), 6: (138, 134), 8: (138, 131)},
-    (4, 8, 10, 10, 10, 0): {3: (None, 310), 4: (270, 270)},
 }
 CASES = [
     (case, cap, *both)
     for case, caps in OPTIMA.items()
     for cap, values in caps.items()
     for both in zip(("makespan", "span"), values, strict=True)
-    if both[1] is not None
 ]
 
 
