@@ -20,7 +20,6 @@ from funcpipe._src.schedules.families import (
     interleaved,
     looped_bfs,
     one_f_one_b,
-    weave,
     zb_h2,
     zero_bubble,
 )
@@ -130,54 +129,62 @@ def test_other_families_have_one_stage_a_device_by_default(family: Family) -> No
 
 def test_families_are_named_for_pictures() -> None:
     """The published names, by family and by what was asked for."""
-    made = [
-        fill_drain(2, 2),
-        fill_drain(2, 2, backward=False),
-        one_f_one_b(2, 2),
-        looped_bfs(4, 2),
-        interleaved(4, 2),
-    ]
-    made += [zero_bubble(2, 2), zero_bubble(4, 2, num_devices=2), remat(one_f_one_b(2, 2))]
-    made += [eager_one_f_one_b(2, 2), zb_h2(2, 2)]
-    names = [
-        "fill-drain",
-        "forward-only",
-        "1F1B",
-        "looped-BFS",
-        "interleaved",
-        "ZB-H1",
-        "interleaved-ZB",
-        "1F1B+remat",
-    ]
-    names += ["eager-1F1B", "ZB-H2"]
-    assert names == [schedule.name for schedule in made]
+    named = {
+        "fill-drain": fill_drain(2, 2),
+        "forward-only": fill_drain(2, 2, backward=False),
+        "1F1B": one_f_one_b(2, 2),
+        "looped-BFS": looped_bfs(4, 2),
+        "interleaved": interleaved(4, 2),
+        "ZB-H1": zero_bubble(2, 2),
+        "interleaved-ZB": zero_bubble(4, 2, num_devices=2),
+        "1F1B+remat": remat(one_f_one_b(2, 2)),
+        "eager-1F1B": eager_one_f_one_b(2, 2),
+        "ZB-H2": zb_h2(2, 2),
+    }
+    assert [*named] == [schedule.name for schedule in named.values()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bad", [0, -1, -7])
-def test_counts_that_are_not_positive_are_refused_all_at_once(family: Family, bad: int) -> None:
-    """Stages, microbatches and devices are each named with what came."""
+@pytest.mark.parametrize(
+    ("counts", "faults"),
+    [
+        (
+            (0, -1, -2),
+            [
+                "num_stages must be positive; got 0",
+                "num_microbatches must be positive; got -1",
+                "num_devices must be positive; got -2",
+            ],
+        ),
+        (
+            (4.0, "3", 2.5),  # a float that happens to be whole is a mistake too
+            [
+                "num_stages must be a whole number; got 4.0",
+                "num_microbatches must be a whole number; got '3'",
+                "num_devices must be a whole number; got 2.5",
+            ],
+        ),
+        (
+            (2, 0, 3),
+            [
+                "num_microbatches must be positive; got 0",
+                "num_devices must be at most num_stages; got 3 devices for 2 stages",
+            ],
+        ),
+        ((2, 3, 0), ["num_devices must be positive; got 0"]),
+        (("4", 2, None), ["num_stages must be a whole number; got '4'"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
+)
+def test_every_fault_of_the_counts_is_named(
+    family: Family, counts: tuple[Any, ...], faults: list[str]
+) -> None:
+    """All at once, with what came; nothing that was not given."""
+    stages, microbatches, devices = counts
     with pytest.raises(ScheduleError) as error:
-        family(bad, bad - 1, num_devices=bad - 2)
-    assert [
-        "no such schedule:",
-        f"  * num_stages must be positive; got {bad}",
-        f"  * num_microbatches must be positive; got {bad - 1}",
-        f"  * num_devices must be positive; got {bad - 2}",
-    ] == str(error.value).splitlines()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_counts_that_are_no_whole_numbers_are_refused_all_at_once(family: Family) -> None:
-    """A float that happens to be whole is a mistake too."""
-    with pytest.raises(ScheduleError) as error:
-        family(4.0, "3", num_devices=2.5)
-    assert [
-        "no such schedule:",
-        "  * num_stages must be a whole number; got 4.0",
-        "  * num_microbatches must be a whole number; got '3'",
-        "  * num_devices must be a whole number; got 2.5",
-    ] == str(error.value).splitlines()
+        family(stages, microbatches, num_devices=devices)
+    title, *lines = str(error.value).splitlines()
+    assert ("no such schedule:", [f"  * {fault}" for fault in faults]) == (title, lines)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,29 +207,6 @@ def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(
         "num_stages; got 6 stages on "
         "4 devices; take num_devices from [1, 2, 3, 6]" == str(error.value)
     )
-
-
-@pytest.mark.parametrize(
-    ("warmup", "expected"), [(0, "FBFBFB"), (1, "FFBFBB"), (2, "FFFBBB"), (9, "FFFBBB")]
-)
-def test_weave_runs_warmup_then_pairs_then_the_rest(warmup: int, expected: str) -> None:
-    """The one formula behind all families."""
-    forwards, backwards = ([Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.B))
-    assert expected == "".join(
-        action.kind.name for action in weave(forwards, backwards, warmup=warmup)
-    )
-
-
-@pytest.mark.parametrize(
-    ("delay", "expected"), [(0, "FIWFIWFIW"), (1, "FIFIWFIWW"), (3, "FIFIFIWWW"), (8, "FIFIFIWWW")]
-)
-def test_weave_holds_weights_back_by_the_delay(delay: int, expected: str) -> None:
-    """W trails its I by so many steps, and none is lost."""
-    forwards, inputs, weights = (
-        [Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.I, Kind.W)
-    )
-    order = weave(forwards, inputs, warmup=0, weights=weights, delay=delay)
-    assert expected == "".join(action.kind.name for action in order)
 
 
 @random_sizes
@@ -271,22 +255,6 @@ def test_remat_twice_is_refused() -> None:
         ScheduleError, match=r"'1F1B\+remat' has R already; apply remat once, with keep="
     ):
         remat(remat(one_f_one_b(2, 2)))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_fault_of_the_counts_is_named(family: Family) -> None:
-    """Also those of num_devices, where the other counts are wrong; nothing that was not given."""
-    with pytest.raises(ScheduleError) as error:
-        family(2, 0, num_devices=3)
-    assert [
-        "num_microbatches must be positive; got 0",
-        "num_devices must be at most num_stages; got 3 devices for 2 stages",
-    ] == [line.removeprefix("  * ") for line in str(error.value).splitlines()[1:]]
-    with pytest.raises(ScheduleError, match="num_devices must be positive; got 0"):
-        family(2, 3, num_devices=0)
-    with pytest.raises(ScheduleError) as error:
-        family("4", 2)  # pyright: ignore[reportArgumentType]
-    assert "no such schedule:\n  * num_stages must be a whole number; got '4'" == str(error.value)
 
 
 @settings(deadline=None, max_examples=60)
