@@ -491,7 +491,7 @@ def several_batches(rank, size, kind):
                     with pytest.raises(fp.RanksError, match="max_norm"):
                         fp.run_batches(plan, ours, given, **{**more, "max_norm": 1.0 + rank})
             if kind == "fails" and number == 1:
-                failing = FAILS_IN_SECOND.on(rank == size - 1)
+                failing = FAILS_IN_SECOND.on(rank == size - 1, 3 * len(ranks.stages))
                 with unchanged(wrong, ours, mine), failing, planted():
                     fp.run_batches(plan, ours, given, **more)
             if kind == "last step" and number == 1:
@@ -542,8 +542,9 @@ class _FailsInSecond:
         self.left = None
 
     @contextlib.contextmanager
-    def on(self, here):
-        self.left = 4 if here else None
+    def on(self, here, forwards):
+        """Inside, it raises, if it is here, after so many forwards: those of the first batch."""
+        self.left = forwards + 1 if here else None
         try:
             yield
         finally:
@@ -589,7 +590,7 @@ def several_batches_of_replicas(rank, size, kind):
             ]
             options["seed"] = number
             if kind == "fails" and number == 1:
-                failing = FAILS_IN_SECOND.on(rank == 2)
+                failing = FAILS_IN_SECOND.on(rank == 2, 4 * len(ranks.stages))
                 with unchanged(wrong, ours, mine), failing, planted():
                     fp.run_batches(plan, ours, batches, optimizer=mine, **options)
             with counted_walks(walks):
