@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -26,7 +26,7 @@ def fast(w, x):
 
 def plan_of(*functions, schedule=None, **options):
     stages = [fp.stage(function) for function in functions]
-    return mse_plan(stages, schedule or fp.schedules.one_f_one_b(len(stages), 4), **options)
+    return cpu_plan(stages, schedule or fp.schedules.one_f_one_b(len(stages), 4), **options)
 
 
 def test_times_of_stages_as_they_run():
@@ -46,7 +46,7 @@ def test_times_of_stages_as_they_run():
 @pytest.mark.parametrize("made", [fp.compile_stage, lambda stage: stage], ids=["compiled", "eager"])
 def test_stages_that_split(made):
     stages = [made(fp.stage(slow)), made(fp.stage(fast))]
-    plan = mse_plan(stages, fp.schedules.zero_bubble(2, 4))
+    plan = cpu_plan(stages, fp.schedules.zero_bubble(2, 4))
     cost = fp.models.profile_plan(plan, WEIGHTS, (X, X), repeats=1)
     assert min(cost.backward_weight) > 0
     halves = zip(cost.backward_input, cost.backward_weight, strict=True)

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from prefetch.sources import Numbers, threads_of_overlaps
@@ -698,7 +698,7 @@ def test_a_pipeline_is_just_the_last_stage():
     stages, params, _ = zip(
         *[fp.from_module(torch.nn.Linear(4, 4), name=f"l{i}") for i in range(2)], strict=True
     )
-    plan = mse_plan(stages, fp.schedules.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 2))
     batches = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(5)]
 
     def train(params, batch):

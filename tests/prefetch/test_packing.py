@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn as nn
-from common import mse_plan
+from common import cpu_plan
 from torch.nn.functional import mse_loss
 
 import funcpipe as fp
@@ -98,7 +98,7 @@ def test_a_packed_batch_trains_like_plain_torch():
     packing = pack([90, 10, 10, 40, 30, 20, 10, 10, 10, 80, 50], 4, attention=0.5)
     assert len({len(group) for group in packing.groups}) > 1
     split = fp.split(model, 2)
-    plan = mse_plan(split, fp.schedules.one_f_one_b(2, 4))
+    plan = cpu_plan(split, fp.schedules.one_f_one_b(2, 4))
     cut = [fp.Microbatches([t[list(group)] for group in packing.groups]) for t in (x, y)]
     result = fp.run(plan, split.params, tuple(cut))
     loss = mse_loss(model(x), y)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe.batches import (
@@ -151,7 +151,7 @@ def test_results_of_runs_accumulate_from_a_window():
     stages, params, _ = zip(
         *[fp.from_module(torch.nn.Linear(4, 4).double()) for _ in range(2)], strict=True
     )
-    plan = mse_plan(stages, fp.schedules.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 2))
     rows = [
         (torch.randn(n, 4, dtype=torch.float64), torch.randn(n, 4, dtype=torch.float64))
         for n in (4, 4, 3)
@@ -198,7 +198,7 @@ def test_a_scaled_run_through_an_overlap():
     """The state is a part of the fold's: growth and skipped steps are seen by who asks, and go into
     checkpoints."""
     stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(3, 3)) for _ in range(2)], strict=True)
-    plan = mse_plan(stages, fp.schedules.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 2))
     batches = [(torch.randn(4, 3), torch.randn(4, 3)) for _ in range(6)]
     batches[2][0][0, 0] = float("inf")
 

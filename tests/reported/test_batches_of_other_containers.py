@@ -4,7 +4,7 @@ the remedy."""
 import optree
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
@@ -53,7 +53,7 @@ def test_gives_a_nested_tensor(layout, wrap):
             (params,),
             fp.Microbatches([wrap(nested)] * 2 if wrap is not fp.Replicate else [nested] * 2),
         )
-    loss = mse_plan([stage], S.fill_drain(1, 2))
+    loss = cpu_plan([stage], S.fill_drain(1, 2))
     if layout is torch.strided or wrap is fp.Replicate:
         with pytest.raises(fp.BatchError, match=r"target.* nested tensor"):
             fp.run(loss, (params,), (torch.randn(2, 4), wrap(nested)))
@@ -157,7 +157,7 @@ def test_gives_a_sparse_tensor(kind):
         fp.run(forward_plan(stage), (params,), sparse)
     with pytest.raises(fp.BatchError, match="inputs is a sparse tensor"):
         fp.Pipe(nn.Sequential(layer), chunks=2)(sparse)
-    loss = mse_plan([stage], S.fill_drain(1, 2))
+    loss = cpu_plan([stage], S.fill_drain(1, 2))
     with pytest.raises(fp.BatchError, match="target is a sparse tensor"):
         fp.run(loss, (params,), (dense, sparse))
 

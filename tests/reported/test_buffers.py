@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -50,7 +50,7 @@ def test_batch_norm_that_runs_twice_in_a_forward_is_updated_twice(how, momentum,
     else:
         split = fp.split(model, 2, example=(a, b))
         stages, params, state = split.stages, split.params, split.state
-    plan = mse_plan(stages, S.one_f_one_b(len(stages), 1))
+    plan = cpu_plan(stages, S.one_f_one_b(len(stages), 1))
     result = fp.run(plan, tuple(params), ((a, b), torch.zeros(8, 2)), state=tuple(state))
     model(a, b)
     new = {name: value for tree in result.state for name, value in (tree or {}).items()}
@@ -72,7 +72,7 @@ def test_calls_of_several_microbatches_are_updates_by_all_rows():
             return self.norm(a) + self.norm(b)
 
     stage, params, state = fp.from_module(Twice())
-    plan = mse_plan([stage], S.fill_drain(1, 4))
+    plan = cpu_plan([stage], S.fill_drain(1, 4))
     new = fp.run(plan, (params,), ((a, b), torch.zeros(9, 4)), state=(state,)).state[0]
     norm(a)
     norm(b)
@@ -131,7 +131,7 @@ def test_counters_add_up_where_commit_says_so():
     model, x = Counts(), torch.randn(10, 4)
     commit = dict.fromkeys(("used", "tokens"), fp.models.sum_of_changes)
     split = fp.split(model, 2, example=x, commit=commit)
-    plan = mse_plan(split, S.one_f_one_b(2, 4))
+    plan = cpu_plan(split, S.one_f_one_b(2, 4))
     result = fp.run(plan, split.params, (x, x), state=split.state)
     model(x)
     merged = split.merge(split.params, result.state)
@@ -162,13 +162,13 @@ def test_spectral_norm_is_traced_and_written_once():
     )
     x = torch.randn(8, 4)
     split = fp.split(model, 2)
-    plan = mse_plan(split, S.one_f_one_b(2, 4))
+    plan = cpu_plan(split, S.one_f_one_b(2, 4))
     with pytest.raises(
         fp.PlanError, match=r"Trace the model with fp.split\(model, ..., example=...\)"
     ):
         fp.run(plan, split.params, (x, x), state=split.state)
     split = fp.split(model, 2, example=x)
-    plan = mse_plan(split, S.one_f_one_b(2, 4))
+    plan = cpu_plan(split, S.one_f_one_b(2, 4))
     result = fp.run(plan, split.params, (x, x), state=split.state)
     model(x)
     merged = split.merge(split.params, result.state)

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
-from common import mse_plan, same
+from common import cpu_plan, same
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -93,7 +93,7 @@ def test_state_at_the_path_of_a_tied_parameter_is_its_own(tmp_path):
     saved."""
     stages = [fp.stage(lambda p, x, *, state: x * p["w"] + state["w"]) for _ in range(2)]
     schedule = S.one_f_one_b(2, 2)
-    plan = mse_plan(stages, schedule, ties=[[(0, "w"), (1, ("w",))]])
+    plan = cpu_plan(stages, schedule, ties=[[(0, "w"), (1, ("w",))]])
     shared = torch.ones(3)
     state = ({"w": torch.full((3,), 1.0)}, {"w": torch.full((3,), 2.0)})
     fp.save(tmp_path, plan, ({"w": shared}, {"w": shared}), state=state)
@@ -142,7 +142,7 @@ def test_lbfgs_goes_on(tmp_path):
 
     def losses(split, optimizer, steps):
         x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
-        plan = mse_plan(split, S.one_f_one_b(2, 2))
+        plan = cpu_plan(split, S.one_f_one_b(2, 2))
         out = []
 
         def closure():
@@ -456,7 +456,7 @@ def test_save_and_load_take_time_by_the_parameter(tmp_path):
 def test_a_save_of_some_stages_needs_ranks_and_leaves_the_checkpoint(tmp_path, missing):
     """As in a script for several processes that forgets ``ranks=``."""
     split = split_of(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    plan = mse_plan(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     for path, model in ((tmp_path / "split", split), (tmp_path / "plan", plan)):
         fp.save(path, model, split.params, state=split.state, step=1)
         files = sorted(path.rglob("*"))
@@ -473,7 +473,7 @@ def test_a_save_of_some_stages_needs_ranks_and_leaves_the_checkpoint(tmp_path, m
 def test_a_save_without_params_leaves_the_checkpoint(tmp_path):
     """None was taken as the split's own params: those from before the training."""
     split = split_of(nn.Linear(2, 3), nn.Linear(3, 1))
-    plan = mse_plan(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     for path, model in ((tmp_path / "split", split), (tmp_path / "plan", plan)):
         fp.save(path, model, split.params, step=1)
         with pytest.raises(fp.CheckpointError, match=r"one tree for each of 2 .* give params="):

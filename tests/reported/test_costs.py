@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -105,7 +105,7 @@ def summed(p, x, *, carry):
 
 def plan_of(slices):
     schedule = S.one_f_one_b(2, 2, num_slices=2)
-    return mse_plan([summed, summed], schedule, slices=slices)
+    return cpu_plan([summed, summed], schedule, slices=slices)
 
 
 def test_a_plan_is_simulated_with_its_own_slices():

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import mse_plan, same
+from common import cpu_plan, same
 
 import funcpipe as fp
 
@@ -23,7 +23,7 @@ class Setting:
             **({"example": self.x} if options.pop("traced", False) else {}),
             **options,
         )
-        self.plan = mse_plan(self.split, SCHEDULE)
+        self.plan = cpu_plan(self.split, SCHEDULE)
         self.params = fp.place(self.plan, self.split.params)
         self.batch = self.x, self.x.sin()
         self.result = fp.run(self.plan, self.params, self.batch, state=self.split.state)
@@ -69,7 +69,7 @@ def test_stages_of_ones_own_are_loaded_with_state(tmp_path):
     mean = fp.stage(
         lambda p, x, *, state: fp.Out(x * p, stats=x.mean()), commit=lambda s, stats: s + sum(stats)
     )
-    plan = mse_plan([mean], fp.schedules.fill_drain(1, 2))
+    plan = cpu_plan([mean], fp.schedules.fill_drain(1, 2))
     fp.save(tmp_path, plan, (torch.ones(1),), state=(torch.ones(1),))
     with pytest.raises(fp.CheckpointError, match=MISSING):
         fp.load(tmp_path, plan, params=(torch.ones(1),))
@@ -84,7 +84,7 @@ def test_stages_of_ones_own_are_loaded_with_state(tmp_path):
     "schedule", [SCHEDULE.forwards(), SCHEDULE], ids=["forwards", "with backwards"]
 )
 def test_evaluating(setting, executor, schedule):
-    test = mse_plan(setting.split, schedule, train=False)
+    test = cpu_plan(setting.split, schedule, train=False)
     run = (
         fp.run_sequential
         if executor == "sequential"
@@ -140,7 +140,7 @@ def test_merged_gradients_are_gradients_alone():
     torch.manual_seed(0)
     model, x = Spare(), torch.randn(12, 4)
     split = fp.split(model, 2, example=x)
-    plan = mse_plan(split, SCHEDULE)
+    plan = cpu_plan(split, SCHEDULE)
     result = fp.run(plan, split.params, (x, x))
     F.mse_loss(model(x), x).backward()
     expected = {name: leaf.grad for name, leaf in model.named_parameters() if leaf.grad is not None}

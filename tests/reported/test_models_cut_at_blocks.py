@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan, same
+from common import cpu_plan, same
 from torch import nn
 
 import funcpipe as fp
@@ -364,7 +364,7 @@ def test_modules_called_in_one_expression(kind):
     found = fp.models.find_layers(model)
     assert (("embed",), {"norm", "head"}) == (found.entry, set(found.exit))
     split = fp.split(model, 2)
-    plan = mse_plan(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     torch.testing.assert_close(
         fp.run(plan, split.params, (x, y)).loss, F.mse_loss(model(x.clone()), y).detach()
     )

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -309,7 +309,7 @@ def test_a_switch_that_a_stage_leaves_changed(name, run):
         if run == "one lane"
         else fp.schedules.fill_drain(2, 2)
     )
-    plan = mse_plan(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     do = fp.run_sequential if run == "sequential" else fp.run
     options = (
         {} if run == "sequential" else {"executor": "serial" if run == "serial" else "threads"}
@@ -330,7 +330,7 @@ def test_autocast_left_on_by_a_stage_of_a_lane():
 
     stages = [fp.stage(first), *(fp.stage(lambda p, x: x @ p["w"]) for _ in range(3))]
     schedule = fp.schedules.interleaved(4, 2, num_devices=2)
-    plan = mse_plan(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     with pytest.raises(fp.StageError, match="changes autocast and does not restore it"):
         fp.run(plan, (*params(), *params()), (X, X), trainable=True, executor="threads")
 

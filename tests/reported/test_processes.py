@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe._src.data.identity import summed_up, words_of_function
@@ -223,7 +223,7 @@ def test_each_replica_gets_the_losses_of_its_own_microbatches(two):
 
 def test_a_schedule_of_slices_has_no_counterpart_in_torch():
     stages = [fp.stage(lambda p, x: x * p)] * 2
-    plan = mse_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2))
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2))
     with pytest.raises(fp.PlanError, match="slices"):
         fp.typing.RankSchedule(plan, "serial", (torch.tensor(1.0),) * 2, None, None)
 
@@ -485,7 +485,7 @@ def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
     copies."""
     params = tuple({"w": torch.randn(200, 200)} for _ in range(2))
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
-    plan = mse_plan([fp.stage(lambda p, x: x @ p["w"])] * 2, schedule)
+    plan = cpu_plan([fp.stage(lambda p, x: x @ p["w"])] * 2, schedule)
     optimizer = torch.optim.AdamW(fp.leaves(params))
     x = torch.randn(4, 200)
     for _ in range(3):
@@ -503,7 +503,7 @@ def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
 def test_tied_weights_of_one_process_that_begin_apart_are_refused_too():
     """Each run raises, until they are alike. Tied leaves that are one tensor are never compared."""
     stages = [fp.stage(lambda p, x: x * p["w"])] * 2
-    plan = mse_plan(stages, fp.schedules.one_f_one_b(2, 2), ties=[((0, "w"), (1, "w"))])
+    plan = cpu_plan(stages, fp.schedules.one_f_one_b(2, 2), ties=[((0, "w"), (1, "w"))])
     params = ({"w": torch.ones(6)}, {"w": torch.full((6,), 2.0)})
     x = torch.randn(4, 6)
     for _ in range(2):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +29,7 @@ def plan_of(function, schedule=ONE_F_ONE_B, compiled=None):
     stages = [fp.stage(function, name=f"s{number}") for number in range(2)]
     if compiled is not None:
         stages = [fp.compile_stage(stage, **compiled) for stage in stages]
-    return mse_plan(stages, schedule)
+    return cpu_plan(stages, schedule)
 
 
 def params():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -215,7 +215,7 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
     first = fp.stage(lambda p, x: torch.tanh(x @ p))
     for schedule in (S.one_f_one_b(2, 4), S.fill_drain(2, 4)):
         kept.clear()
-        plan = mse_plan([first, fp.stage(remembers)], schedule)
+        plan = cpu_plan([first, fp.stage(remembers)], schedule)
         params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
         for _ in range(2):
             with pytest.raises(
@@ -233,7 +233,7 @@ def test_a_tensor_that_is_rewritten_after_it_was_handed_on_is_refused(family):
         return x @ params, mask.copy_(x > 0)
 
     stages = [fp.stage(first), fp.stage(lambda p, pair: (pair[0] * pair[1]) @ p)]
-    plan = mse_plan(stages, family(2, 4))
+    plan = cpu_plan(stages, family(2, 4))
     params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
     for _ in range(2):
         with pytest.raises(fp.PlanError, match="wrote into a tensor after it had handed it on"):
@@ -246,7 +246,7 @@ def test_a_table_that_is_handed_on_unchanged_is_fine():
         fp.stage(lambda p, x: (x @ p, table)),
         fp.stage(lambda p, pair: (pair[0] * pair[1].mul_(2)) @ p),
     ]
-    plan = mse_plan(stages, S.fill_drain(2, 4))
+    plan = cpu_plan(stages, S.fill_drain(2, 4))
     params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
     torch.testing.assert_close(
         fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x)
@@ -338,7 +338,7 @@ def test_a_stage_that_puts_other_values_into_its_params(change, refused_in):
 
     params = ({"w": torch.eye(2), "b": torch.zeros(2)},)
     x = torch.ones(8, 2)
-    plan = mse_plan([stage], S.one_f_one_b(1, 4))
+    plan = cpu_plan([stage], S.one_f_one_b(1, 4))
     for number in range(1, refused_in):  # noqa: B007
         fp.run(plan, params, (x, x), trainable=True)
     number = refused_in

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -45,10 +45,10 @@ def test_a_stage_writes_into_the_stash_of_what_it_returns():
 
     late = fp.stage(lambda p, x, *, skips: x + skips["e"] * p, pop=["e"])
     stages = [fp.stage(early, stash=["e"]), late]
-    plan = mse_plan(stages, S.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2))
     assert 4 == fp.run(plan, params(2), batch(4)).loss
     assert {} == fp.Out(1).stash == fp.Out(1, None).stash
-    plain = mse_plan([fp.stage(lambda p, x: fp.Out(x * p))], S.one_f_one_b(1, 1))
+    plain = cpu_plan([fp.stage(lambda p, x: fp.Out(x * p))], S.one_f_one_b(1, 1))
     assert 1 == fp.run(plain, params(1), batch(4)).loss
 
 
@@ -102,7 +102,7 @@ def test_a_stage_gathers_more_often_than_there_are_microbatches():
     S.check(schedule)
     assert 1 == schedule.num_microbatches
     assert 5 == fp.simulate(schedule, fp.Cost(gather=1)).makespan
-    plan = mse_plan([SCALE], schedule)
+    plan = cpu_plan([SCALE], schedule)
     result = fp.run(plan, params(1), batch(3), record=True)
     assert ["0U0", "0F0", "0U1", "0B0"] == [str(span.action) for span in result.timeline.spans]
     assert 1 == result.stats.num_microbatches
@@ -123,7 +123,7 @@ def test_stages_that_take_turns_are_gathered_each_time(family, count, executor):
     data = torch.randn(count, 3), torch.randn(count, 3)
     grads = []
     for one in (plain, schedule):
-        plan = mse_plan(stages, one)
+        plan = cpu_plan(stages, one)
         result = fp.run(plan, weights, data, record=True, executor=executor)
         fp.report(plan, result)
         grads.append(fp.leaves(result.grads))
@@ -249,7 +249,7 @@ def test_lanes_of_many_stages_are_written_in_linear_time():
     """Four times the stages take about four times as long, not sixteen."""
 
     def seconds(count):
-        plan = mse_plan([SCALE] * count, S.fill_drain(count, 1, num_devices=1))
+        plan = cpu_plan([SCALE] * count, S.fill_drain(count, 1, num_devices=1))
         began = time.process_time()
         _ = plan.program.lanes
         return time.process_time() - began
@@ -259,7 +259,7 @@ def test_lanes_of_many_stages_are_written_in_linear_time():
 
 
 def test_a_program_that_cannot_end_is_not_simulated_in_part():
-    plan = mse_plan([SCALE] * 2, S.one_f_one_b(2, 2))
+    plan = cpu_plan([SCALE] * 2, S.one_f_one_b(2, 2))
     first, second = plan.program.lanes
     for lost, waits in (
         (Send, r"act\[0,0\], which is not sent"),
@@ -280,7 +280,7 @@ def test_the_second_of_a_pair_may_begin_first():
     """On a GPU each runs on its own stream, so the second may begin first: the run is the
     plan's."""
     schedule = S.pair(S.one_f_one_b(2, 4))
-    plan = mse_plan([SCALE] * 2, schedule)
+    plan = cpu_plan([SCALE] * 2, schedule)
     result = fp.run(plan, params(2), batch(4), record=True)
     first, second = next(iter(schedule.pairs))
     spans = {span.action: span for span in result.timeline.spans}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 
 import funcpipe as fp
 
@@ -222,7 +222,7 @@ def test_one_table_in_two_stages_has_a_sparse_gradient():
     look = fp.stage(lambda p, x: (x, F.embedding(x, p["t"], sparse=True).mean(1)))
     again = fp.stage(lambda p, x: x[1] * F.embedding(x[0], p["t"], sparse=True).mean(1))
     ties = (((0, "t"), (1, "t")),)
-    plan = mse_plan([look, again], S.one_f_one_b(2, 4), ties=ties)
+    plan = cpu_plan([look, again], S.one_f_one_b(2, 4), ties=ties)
     params = ({"t": table}, {"t": table})
     batch = ids, torch.ones(8, 4, dtype=torch.float64)
     found, expected = fp.run(plan, params, batch), fp.run_sequential(plan, params, batch)

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -112,7 +112,7 @@ def stages_of(how, model):
 def test_changes_an_attribute_after_stages_were_made(how, words):
     model = new_model()
     stages, params = stages_of(how, model)
-    plan = mse_plan(stages, S.one_f_one_b(len(stages), 2))
+    plan = cpu_plan(stages, S.one_f_one_b(len(stages), 2))
     lossless = fp.make_plan(stages, plan.schedule, outputs=True, devices="cpu")
     batch = torch.randn(8, 4), torch.randn(8, 4)
     fp.run(plan, params, batch, seed=0)
@@ -159,7 +159,7 @@ REPLACED = {
 def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
     model = new_model()
     stages, params = stages_of(how, model)
-    plan = mse_plan(stages, S.one_f_one_b(len(stages), 2))
+    plan = cpu_plan(stages, S.one_f_one_b(len(stages), 2))
     batch = torch.randn(8, 4), torch.randn(8, 4)
     replace(model)
     for call in (
@@ -175,7 +175,7 @@ def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
     lines = str(caught.value).splitlines()[1:]
     assert [f"  * {name} is another tensor" for name in REPLACED[replace]] == lines
     stages, params = stages_of(how, model)
-    plan = mse_plan(stages, plan.schedule)
+    plan = cpu_plan(stages, plan.schedule)
     assert fp.run(plan, params, batch, seed=0).loss > 0
 
 
@@ -235,7 +235,7 @@ def test_an_equal_list_in_place_of_a_list_is_no_change():
     model = new_model()
     model[0].scales = [1.0, 2.0]
     split = fp.split(model, 2)
-    plan = mse_plan(split, S.fill_drain(2, 2))
+    plan = cpu_plan(split, S.fill_drain(2, 2))
     x = torch.ones(4, 4)
     model[0].scales = [1.0, 2.0]
     fp.run(plan, split.params, (x, x), seed=0)
@@ -374,7 +374,7 @@ def test_patches_a_method_of_a_layer(patch, way):
     outputs = fp.run(forwards(stages), params, x).outputs
     model.load_state_dict(other)
     torch.testing.assert_close(outputs, model(x).detach())
-    trains = mse_plan(stages, S.one_f_one_b(len(stages), 2))
+    trains = cpu_plan(stages, S.one_f_one_b(len(stages), 2))
     grads = fp.run(trains, params, (x, x)).grads
     F.mse_loss(model(x), x).backward()
     torch.testing.assert_close(grads[-1]["1.weight"], model[1].weight.grad)
@@ -386,7 +386,7 @@ def test_compiles_the_forward_of_a_batch_norm():
     plain = copy.deepcopy(model)
     compiled(model[1])
     split = fp.split(model, 2)
-    plan = mse_plan(split, S.one_f_one_b(2, 1))
+    plan = cpu_plan(split, S.one_f_one_b(2, 1))
     x = torch.randn(8, 4)
     result = fp.run(plan, split.params, (x, x), state=split.state)
     plain(x)
@@ -529,7 +529,7 @@ def trained(kind, runs=3):
     model = kind()
     plain = copy.deepcopy(model)
     stage, params, _ = fp.from_module(model)
-    plan = mse_plan([stage], S.one_f_one_b(1, 2))
+    plan = cpu_plan([stage], S.one_f_one_b(1, 2))
     optimizer, reference = (
         torch.optim.SGD(fp.leaves(params), 0.5),
         torch.optim.SGD(plain.parameters(), 0.5),
@@ -590,7 +590,7 @@ def test_a_default_of_a_class_that_gets_a_value():
     """The object had no attributes of its own when the stages were made."""
     model = nn.Sequential(nn.Linear(4, 4), ScaledByDefault())
     split = fp.split(model, 2)
-    plan = mse_plan(split, S.fill_drain(2, 2))
+    plan = cpu_plan(split, S.fill_drain(2, 2))
     x = torch.randn(4, 4)
     fp.run(plan, split.params, (x, x))
     model[1].settings.alpha = 3.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import mse_plan, same
+from common import cpu_plan, same
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,7 +23,7 @@ def setting(*, steps=True):
     torch.manual_seed(0)
     split = fp.split(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), 3)
     schedule = S.one_f_one_b(3, 4)
-    plan = mse_plan(split, S.step_params(schedule) if steps else schedule)
+    plan = cpu_plan(split, S.step_params(schedule) if steps else schedule)
     return plan, split.params, torch.optim.AdamW(fp.leaves(split.params), lr=0.1)
 
 

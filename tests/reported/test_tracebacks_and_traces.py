@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -37,7 +37,7 @@ def test_a_failure_shows_the_users_frames_and_hides_the_librarys(run, executor):
     stages, params, _ = zip(
         *(fp.from_module(module) for module in (nn.Linear(4, 4), Fails())), strict=True
     )
-    plan = mse_plan(stages, S.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2))
     options = {"executor": executor} if run is fp.run else {}
     x = torch.randn(8, 4)
     with pytest.raises(fp.StageError) as caught:
@@ -53,7 +53,7 @@ def test_a_failure_shows_the_users_frames_and_hides_the_librarys(run, executor):
 def test_every_frame_is_there_on_demand(monkeypatch):
     monkeypatch.setenv("FUNCPIPE_TRACEBACKS", "full")
     stage, params, _ = fp.from_module(Fails())
-    plan = mse_plan([stage], S.one_f_one_b(1, 1))
+    plan = cpu_plan([stage], S.one_f_one_b(1, 1))
     with pytest.raises(fp.StageError) as caught:
         fp.run(plan, (params,), (torch.ones(2, 4),) * 2)
     assert caught.value.__cause__ is not None
@@ -141,7 +141,7 @@ def test_a_module_that_runs_twice_beside_a_tie_is_traced():
     model, x, y = nn.Sequential(a, b, a), torch.randn(6, 4), torch.randn(6, 4)
     F.mse_loss(model(x), y).backward()
     split = fp.split(model, 3, example=x)
-    result = fp.run(mse_plan(split, S.one_f_one_b(3, 2)), split.params, (x, y))
+    result = fp.run(cpu_plan(split, S.one_f_one_b(3, 2)), split.params, (x, y))
     torch.testing.assert_close(split.merge(result.grads)["0.gain"], a.gain.grad)
 
 

@@ -4,7 +4,7 @@ same ones, and any cut between two of them is legal."""
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -92,7 +92,7 @@ def test_profile_then_balance_then_split(model, x):
     assert min(cost.forward) > 0
     sizes = fp.models.balance(cost, 3)
     split = fp.split(model, balance=sizes, example=x)
-    plan = mse_plan(split, fp.schedules.one_f_one_b(3, 2))
+    plan = cpu_plan(split, fp.schedules.one_f_one_b(3, 2))
     y = torch.zeros(4, 2, 8, 8)
     result = fp.run(plan, split.params, (x, y), state=split.state)
     whole = [F.mse_loss(model(half), torch.zeros(2, 2, 8, 8)) for half in x.split(2)]

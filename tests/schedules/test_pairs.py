@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import schedules
@@ -311,7 +311,7 @@ def test_bits_of_compiled_stages_are_those_of_one_after_the_other() -> None:
         S.pair(S.zb_h2(4, 8)),
     ):
         assert schedule.pairs
-        plan = mse_plan(stages, schedule)
+        plan = cpu_plan(stages, schedule)
         result = assert_matches_sequential(plan, split.params, (x, target))
         for name, gradient in split.merge(result.grads).items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad)
@@ -320,7 +320,7 @@ def test_bits_of_compiled_stages_are_those_of_one_after_the_other() -> None:
 def test_a_batch_of_fewer_microbatches_keeps_the_pairs_that_are_left() -> None:
     """Its program is that of fewer, and pairs with one action only are none."""
     schedule = S.dualpipe_v(4, 8)
-    plan = mse_plan([fp.stage(lambda p, x: x * p)] * 4, schedule)
+    plan = cpu_plan([fp.stage(lambda p, x: x * p)] * 4, schedule)
     for count in (1, 3, 5):
         lowered = plan.program.first(count)
         found = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import mse_plan
+from common import cpu_plan
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -122,7 +122,7 @@ def test_torch_has_no_moves():
 
 
 def test_the_timeline_of_a_run_shows_it():
-    plan = mse_plan([fp.stage(lambda p, x: x * p)] * 3, S.reduce_grads(S.zero_bubble(3, 3)))
+    plan = cpu_plan([fp.stage(lambda p, x: x * p)] * 3, S.reduce_grads(S.zero_bubble(3, 3)))
     params = tuple(torch.ones((), requires_grad=True) for _ in range(3))
     result = fp.run(plan, params, (torch.ones(6, 4), torch.zeros(6, 4)), record=True)
     assert {str(span.action) for span in result.timeline.spans} >= {"0G", "1G", "2G"}

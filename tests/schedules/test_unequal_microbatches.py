@@ -5,7 +5,7 @@ from time import sleep
 
 import pytest
 import torch
-from common import mse_plan, search
+from common import cpu_plan, search
 
 import funcpipe as fp
 from funcpipe import schedules as S
@@ -107,7 +107,7 @@ def test_a_measured_run_gives_the_factors_back():
         sleep(0.02 * len(x))
         return x * p
 
-    plan = mse_plan([slow, slow], S.one_f_one_b(2, 3))
+    plan = cpu_plan([slow, slow], S.one_f_one_b(2, 3))
     params = tuple(torch.ones((), requires_grad=True) for _ in range(2))
     cut = fp.Microbatches([torch.ones(rows, 2) for rows in FACTORS])
     fp.run(plan, params, (cut, cut))  # first calls of torch take longer

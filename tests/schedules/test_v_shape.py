@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import EXECUTORS, assert_same_result, ids, mse_plan, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
@@ -336,9 +336,9 @@ def test_they_obey_the_laws(schedule: fp.Schedule) -> None:
     batch = tuple(torch.randn(11, 5, generator=g, dtype=torch.float64) for _ in range(2))
     stages = [fp.stage(lambda p, x: torch.sin(x @ p), name=f"part {number}") for number in range(4)]
     result = assert_matches_sequential(
-        mse_plan(stages, schedule), params, batch, executors=EXECUTORS
+        cpu_plan(stages, schedule), params, batch, executors=EXECUTORS
     )
-    plain = mse_plan(stages, S.one_f_one_b(4, schedule.num_microbatches))
+    plain = cpu_plan(stages, S.one_f_one_b(4, schedule.num_microbatches))
     assert_same_result(fp.run(plain, params, batch, threads_per_lane=1), result)
 
 
@@ -359,7 +359,7 @@ def test_a_run_holds_what_the_simulation_says(schedule: fp.Schedule, executor: s
 
         return fp.stage(fn)
 
-    plan = mse_plan([part(stage) for stage in range(4)], schedule)
+    plan = cpu_plan([part(stage) for stage in range(4)], schedule)
     x = torch.randn(2 * schedule.num_microbatches, 3)
     fp.run(
         plan, tuple(torch.full((3,), 1.0 + stage) for stage in range(4)), (x, x), executor=executor

@@ -2,7 +2,7 @@
 what is published."""
 
 import pytest
-from common import mse_plan, search
+from common import cpu_plan, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def test_what_is_found_runs():
     found = search(fp.Cost([1, 2], [2, 1], [1, 1]), 2, 3, num_slices=2, evaluations=200)
     stages, params = chain(("attend", "recur"))
     results = [
-        fp.run(mse_plan(stages, schedule), params, batch(6, 8))
+        fp.run(cpu_plan(stages, schedule), params, batch(6, 8))
         for schedule in (found.schedule, S.one_f_one_b(2, 3, num_slices=2))
     ]
     torch.testing.assert_close(results[0].grads, results[1].grads, rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, ids, mse_plan, same, schedules
+from common import EXECUTORS, assert_same_result, cpu_plan, ids, same, schedules
 from faulty import P, X, plain
 from nets import net
 from watch import num_tensors
@@ -25,7 +25,7 @@ class Boom(Exception):
 
 
 def attempt(stages, params, state, schedule, executor="serial", **options):
-    plan = mse_plan(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     run = (
         fp.run_sequential
         if executor == "sequential"
@@ -59,7 +59,7 @@ def test_faults_strike_at_their_action(schedule):
     stages, params, state = composed()
     expected = attempt(stages, params, state, schedule)
     actions = {action for order in schedule.orders for action in order}
-    with fp.lanes(mse_plan(stages, schedule)) as lanes:
+    with fp.lanes(cpu_plan(stages, schedule)) as lanes:
         for kind in "FRBI":
             places = [a for a in actions if a.kind.value == kind]
             for action in (
@@ -197,10 +197,10 @@ def test_a_tensor_that_stands_twice_stays_one():
 
     use = fp.stage(lambda p, x, *, skips: x["h"] + 2 * skips["s"] + x["c"][:, None], pop=["s"])
     stages, seen = [fp.stage(fn, stash=["s"]), use], []
-    plan = mse_plan(stages, S.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2))
     expected = fp.run(plan, (P, ()), (X, X))
     made = FaultAt(0, 1, "B", error=lambda t: seen.append(t))(stages)
-    again = mse_plan(made, S.one_f_one_b(2, 2))
+    again = cpu_plan(made, S.one_f_one_b(2, 2))
     assert_same_result(expected, fp.run(again, (P, ()), (X, X)))
     assert 1 == len(seen)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EXECUTORS, assert_same_result, mse_plan
+from common import EXECUTORS, assert_same_result, cpu_plan
 from faulty import P, X, plain
 from nets import Q, net
 
@@ -19,7 +19,7 @@ from funcpipe.testing import assert_matches_sequential
 
 def test_what_is_right_passes():
     stages, params, state = net()
-    plan = mse_plan(stages, S.remat(S.one_f_one_b(3, 4)), outputs=True)
+    plan = cpu_plan(stages, S.remat(S.one_f_one_b(3, 4)), outputs=True)
     with fp.lanes(plan) as lanes:
         executors = (*EXECUTORS, lanes)
         result = assert_matches_sequential(
@@ -44,7 +44,7 @@ def test_what_differs_is_named():
     """The leaf that is first made wrong, how many numbers, by how much; all that differ are
     listed."""
     stages = [fp.stage(differs_by_thread, name="odd"), fp.stage(plain)]
-    plan = mse_plan(stages, S.one_f_one_b(2, 2), outputs=True)
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2), outputs=True)
     with pytest.raises(AssertionError) as error:
         assert_matches_sequential(plan, (P, Q), (X, X))
     title, *lines = str(error.value).splitlines()
@@ -108,7 +108,7 @@ def test_the_whole_batch():
     for loss in (F.mse_loss, lambda y, t: (F.mse_loss(y, t, reduction="sum"), y.numel())):
         plan = fp.make_plan(stages, S.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True)
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
-    plan = mse_plan(stages, S.one_f_one_b(2, 4), weight=lambda t: 1)
+    plan = cpu_plan(stages, S.one_f_one_b(2, 4), weight=lambda t: 1)
     with pytest.raises(
         AssertionError,
         match="4 microbatches differs from one microbatch of all rows in 3 of 3 leaves",
@@ -117,7 +117,7 @@ def test_the_whole_batch():
 
 
 def test_executors_must_be_some():
-    plan = mse_plan([fp.stage(plain)], S.fill_drain(1, 1))
+    plan = cpu_plan([fp.stage(plain)], S.fill_drain(1, 1))
     for executors in ((), "serial"):
         with pytest.raises(fp.PlanError, match="executors is a sequence"):
             assert_matches_sequential(plan, (P,), (X, X), executors=executors)

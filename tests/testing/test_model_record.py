@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from common import mse_plan
+from common import cpu_plan
 from torch import nn
 
 import funcpipe as fp
@@ -35,7 +35,7 @@ def case(schedule=S.one_f_one_b, **options):
     torch.manual_seed(0)
     model = Net()
     split = fp.split(model, balance=[1, 1, 1], layers="layers")
-    plan = mse_plan(split, schedule(3, 4), **options)
+    plan = cpu_plan(split, schedule(3, 4), **options)
     return model, split, plan, (torch.randn(14, 6), torch.randn(14, 2))
 
 
@@ -120,6 +120,6 @@ def test_wrong_calls():
     with pytest.raises(fp.PlanError, match="'layers' was called 0 times"):
         record_model(model, ["layers.0", "layers"], *given, state=split.state)
     feeding = fp.stage(lambda p, x, *, feeds: x, feeds=["mask"])
-    fed = mse_plan([feeding], S.one_f_one_b(1, 2))
+    fed = cpu_plan([feeding], S.one_f_one_b(1, 2))
     with pytest.raises(fp.PlanError, match="feeds or slices"):
         record_model(model, [], fed, ((),), batch)
