@@ -239,7 +239,7 @@ REFUSED = {
     ),
     "a branch on data": (
         lambda s, x: s.b(s.a(x)) if x.sum() > 0 else s.a(x),
-        r"branches on the numbers in a tensor.*without example=",
+        r"branches on the numbers in a tensor.*\(at \S+test_split_traced.py:\d+\).*without example=",
     ),
     "a loop over rows": (
         lambda s, x: s.b(torch.stack([s.a(row) for row in x])),
@@ -281,6 +281,19 @@ def test_what_no_trace_can_capture_is_refused(kind):
     assert not hasattr(model, "calls")
     assert not model.average.any()
     assert random.getstate() == before
+
+
+def test_labels_whose_numbers_decide_may_be_left_out_of_the_example():
+    """As in the loss of DeBERTa's classifier."""
+
+    def forward(s, x, labels=None):
+        y = s.b(s.a(x))
+        return y if labels is None or len(labels.nonzero()) == 0 else (y - labels).square().mean()
+
+    model, x = net(forward), inputs()
+    with pytest.raises(fp.PlanError, match=r"leave labels out of the example.*make_plan\(loss=\)"):
+        cut(model, example={"x": x, "labels": torch.ones(len(x), 8)})
+    same_as_eager(model)
 
 
 def test_fixed_rows():

@@ -11,16 +11,18 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.errors import PACKAGE, PlanError, raise_all
 from funcpipe._src.core.torch_names import rename
 from funcpipe._src.core.tree import Spec, flatten, is_differentiable, paths, unflatten
 from funcpipe._src.core.words import similar
@@ -430,19 +432,16 @@ def _reason(error: Exception, flat: _Flat) -> str:
         otherwise = (
             f"leave labels out of the example, and give make_plan(loss=) a function; or {otherwise}"
         )
-    if (
-        "data-dependent" in text
-        or "GuardOnDataDependent" in type(error).__name__
-        or "Could not guard" in text
+    said = f"{type(error).__name__}: {text}"
+    if any(
+        words in said for words in ("data-dependent", "GuardOnDataDependent", "Could not guard")
     ):
         why = (
             "its Python code branches on the numbers in a tensor, which one graph cannot "
             "represent; use torch.where or torch.cond"
         )
-    elif (
-        "Constraints violated" in text
-        or "specialized" in text
-        or "ConstraintViolation" in type(error).__name__
+    elif any(
+        words in said for words in ("Constraints violated", "specialized", "ConstraintViolation")
     ):
         why = (
             "its code fixes the number of rows (a Python branch, loop or reshape on the batch "
@@ -452,10 +451,15 @@ def _reason(error: Exception, flat: _Flat) -> str:
         )
     else:
         why = "torch.export does not support it"
-    place = re.search(r"Caused by: \((\S+:\d+) in ", text)
+    own = (PACKAGE, str(Path(torch.__file__).parent))
+    places = [
+        f" (at {frame.filename}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(own)
+    ]
     return (
         f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}"
-        f"{f' (at {place[1]})' if place else ''}. Otherwise {otherwise}"
+        f"{''.join(places[-1:])}. Otherwise {otherwise}"
     )
 
 
