@@ -49,7 +49,7 @@ def equals_plain(whole, given, result, loss=F.cross_entropy):
 
 
 def refused(message):
-    """What runs inside raises a PlanError with this message."""
+    """A context that expects a PlanError with this message."""
     return pytest.raises(fp.PlanError, match=message)
 
 

@@ -153,11 +153,11 @@ def test_folders_are_small():
 LINES = {
     "models": 9_010,
     "engine": 6_000,
-    "data": 4_730,
+    "data": 4_735,
     "processes": 4_465,
     "stages": 3_875,
     "core": 3_340,
-    "compiled": 3_250,
+    "compiled": 3_245,
     "search": 3_170,
     "schedules": 2_840,
     "view": 2_485,

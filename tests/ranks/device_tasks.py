@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import same, schedules
+from common import cpu_plan, same, schedules
 from rank_tasks import (
     alone,
     batch,
@@ -31,7 +31,6 @@ from rank_tasks import (
     local,
     loss_with_aux,
     owners,
-    plan_of,
     unequal,
     unless,
     unlike,
@@ -298,7 +297,7 @@ def replicas_on_devices(rank, size, way, reduced):
     if reduced:
         schedule = S.reduce_grads(schedule)
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, devices=on(way, 2))
-    whole = plan_of(stages, S.fill_drain(4, 8), loss=loss_with_aux)
+    whole = cpu_plan(stages, S.fill_drain(4, 8), loss=loss_with_aux)
     batches = [batch(count) for count in (8, 10)]
     *given, feed = joined(batches)
     wrong = []
@@ -342,7 +341,7 @@ def stuck(rank, size, what):
     whole = (replace(stages[0], fn=first), replace(stages[1], commit=commit), *stages[2:])
     schedule = S.one_f_one_b(4, 4)
     plan = fp.make_plan(whole, schedule, loss=loss_with_aux, devices=on("joined", 4))
-    plain = plan_of(stages, schedule, loss=loss_with_aux)
+    plain = cpu_plan(stages, schedule, loss=loss_with_aux)
     x, target, scale = batch(8)
     options = {"feeds": {"scale": scale}, "seed": 1}
     with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=2.0) as ranks:
@@ -476,7 +475,7 @@ def parts_on_devices(rank, size, way, rows):
     schedule = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
     schedule = S.gather_params(schedule, whole=1)
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices=on(way, 2))
-    whole = plan_of([layer] * 4, S.fill_drain(4, 8))
+    whole = cpu_plan([layer] * 4, S.fill_drain(4, 8))
     batches = [[torch.randn(count, 6, generator=g).double() for _ in "xy"] for count in rows]
     given = joined(batches)
     wrong = []
@@ -622,7 +621,7 @@ def steps_on_devices(rank, size, way, kind, together=False):
         schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
         schedule = S.reduce_grads(schedule)
-    plain = plan_of([layer] * 4, schedule)
+    plain = cpu_plan([layer] * 4, schedule)
     stepping = fp.make_plan(
         [layer] * 4, S.step_params(schedule), loss=F.mse_loss, devices=on(way, 2)
     )

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import same, schedules, snapshot
+from common import cpu_plan, same, schedules, snapshot
 from functional_rules import MAKERS as FUNCTIONAL
 from functional_rules import PlainRule
 from torch import Tensor
@@ -51,10 +51,6 @@ class Record:
     h: Tensor
     flag: bool
     name: str = "record"
-
-
-def plan_of(stages, schedule, *, loss=F.mse_loss, **options):
-    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
 
 
 def unless(right, what):
@@ -94,7 +90,7 @@ def unequal(one, other, stages):
 
 
 def numbers_of(results):
-    """What each of several results says of its batch."""
+    """The loss, the losses, the weight and the norm of each result."""
     return [(result.loss, result.losses, result.weight, result.norm) for result in results]
 
 
@@ -334,7 +330,7 @@ def training(rank, size, kind):
     if kind != "late":
         loss["loss"] = partial(cross_entropy, ignore_index=2)
         loss["weight"] = lambda t: float((t != 2).sum())
-    plan = plan_of(stages, S.one_f_one_b(4, 3), ties=ties, **loss)
+    plan = cpu_plan(stages, S.one_f_one_b(4, 3), ties=ties, **loss)
     x, y = tokens()
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -374,7 +370,7 @@ def stepping(rank, size, kind):
     schedule = S.one_f_one_b(4, 3)
     loss = late_cross_entropy if kind == "late" else cross_entropy
     plain, plan = (
-        plan_of(stages, one, loss=loss, ties=ties) for one in (schedule, S.step_params(schedule))
+        cpu_plan(stages, one, loss=loss, ties=ties) for one in (schedule, S.step_params(schedule))
     )
     x, y = tokens()
     max_norm, scale = 0.5 if kind == "clips" else 100.0, 4.0 if kind == "scale" else 1.0
@@ -415,7 +411,7 @@ def unlike_options(rank, size, kind):
         options = {"lanes": owners(4, size)}
     if kind == "inside":
         schedule = S.step_params(schedule)
-    plan = plan_of(stages, schedule, loss=loss, ties=ties)
+    plan = cpu_plan(stages, schedule, loss=loss, ties=ties)
     mesh = dp_and_pp(size, 1)
     where = (mesh,) if kind == "replicas" else ()
     options |= {"dp": "dp"} if kind == "replicas" else {}
@@ -450,7 +446,7 @@ def several_batches(rank, size, kind):
         start[3]["a"] = start[0]["a"].clone()
     schedule = S.step_params(S.zero_bubble(4, 3))
     loss = counted_squares if kind == "late" else F.mse_loss
-    plan = plan_of(stages, schedule, loss=loss, ties=ties)
+    plan = cpu_plan(stages, schedule, loss=loss, ties=ties)
     batches = [(torch.randn(rows, 6), torch.randn(rows, 6)) for rows in (7, 6, 6, 9)]
     if kind == "scale":
         batches[2] = batches[2][0], torch.full_like(batches[2][1], torch.inf)
@@ -571,7 +567,7 @@ def several_batches_of_replicas(rank, size, kind):
         schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind != "plain":
         schedule = S.reduce_grads(schedule)
-    plan = plan_of(stages, S.step_params(schedule))
+    plan = cpu_plan(stages, S.step_params(schedule))
     wrong, walks = [], []
     with fp.ranks(plan, dp_and_pp(2, 2), dp="dp", timeout=20.0) as ranks:
         torch.manual_seed(2 + ranks.replica)
@@ -617,7 +613,7 @@ def unused_leaves_of_replicas(rank, size, kind):
     start = tuple({name: torch.randn(6, 6) for name in ("both", "one", "never")} for _ in range(2))
     schedule = S.one_f_one_b(2, 2)
     steps = S.step_params(S.reduce_grads(schedule) if kind == "reduced" else schedule)
-    plan, stepping = (plan_of([fp.stage(chosen)] * 2, one) for one in (schedule, steps))
+    plan, stepping = (cpu_plan([fp.stage(chosen)] * 2, one) for one in (schedule, steps))
     mesh = dp_and_pp(2, 2)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         rows, want = [], []
@@ -672,7 +668,7 @@ def goes_on(rank, size):
         fp.stage(first),
         *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)],
     ]
-    plan = plan_of(stages, S.step_params(S.one_f_one_b(size, 2)))
+    plan = cpu_plan(stages, S.step_params(S.one_f_one_b(size, 2)))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(
             plan, tuple(torch.tensor(1.5, requires_grad=True) for _ in range(size)), ranks
@@ -705,7 +701,7 @@ def stepping_replicas(rank, size, kind, rows):
     options = {"loss": counted if kind == "late" else loss_with_aux}
     options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
     plain, stepping = (
-        plan_of(stages, one, **options) for one in (schedule, S.step_params(schedule))
+        cpu_plan(stages, one, **options) for one in (schedule, S.step_params(schedule))
     )
     max_norm, scale = 0.01 if kind == "clips" else 1e6, 4.0 if kind == "scale" else 1.0
     wrong, by_lanes = [], []
@@ -758,7 +754,7 @@ def stepping_whole_matrices(rank, size):
     stages = [fp.stage(lambda p, x: x + torch.tanh(x @ p))] * 4
     summed = S.reduce_grads(S.looped_bfs(4, 4, num_devices=2))
     schedule = S.gather_params(summed, whole=1)
-    plain, stepping = (plan_of(stages, one) for one in (schedule, S.step_params(schedule)))
+    plain, stepping = (cpu_plan(stages, one) for one in (schedule, S.step_params(schedule)))
     generator = torch.Generator().manual_seed(4)
     start = [torch.randn(6, 6, generator=generator) * 0.3 for _ in stages]
     x, target = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(rank))
@@ -785,7 +781,7 @@ def functional(rank, size, path):
     for shard in (False, True):
         torch.manual_seed(4)
         split = fp.split(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), 4)
-        plain, stepping = (plan_of(split, one) for one in (schedule, S.step_params(schedule)))
+        plain, stepping = (cpu_plan(split, one) for one in (schedule, S.step_params(schedule)))
         with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
             alone = fp.place(plain, copy.deepcopy(split.params), ranks)
             ours = fp.place(plain, split.params, ranks, shard=shard)
@@ -829,7 +825,7 @@ def late_sums(rank, size):
         return x @ p
 
     schedule = S.step_params(S.reduce_grads(S.one_f_one_b(1, 2)))
-    plan = plan_of([fp.stage(stage)], schedule)
+    plan = cpu_plan([fp.stage(stage)], schedule)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = fp.place(plan, (torch.eye(4, requires_grad=True),), ranks)
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
@@ -885,7 +881,7 @@ def late_cross_entropy(out, target):
 def accumulated(rank, size):
     """Two runs as one."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=counted_mean)
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4), loss=counted_mean)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         totals = []
         for executor, own, at in (
@@ -912,8 +908,8 @@ def evaluated(rank, size):
     """A plan of forwards alone, on the ranks of the training plan, between its runs; with
     ready-made microbatches too."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.interleaved(4, 4, num_devices=2))
-    look = plan_of(stages, plan.schedule.forwards(), loss=None)
+    plan = cpu_plan(stages, S.interleaved(4, 4, num_devices=2))
+    look = cpu_plan(stages, plan.schedule.forwards(), loss=None)
     wrong = []
     with fp.ranks(plan, timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -928,7 +924,7 @@ def evaluated(rank, size):
             want = fp.run(plan, params, (x, target), state=state, executor="serial", **options)
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
-        elsewhere = plan_of(stages, S.fill_drain(4, 4, num_devices=2, backward=False), loss=None)
+        elsewhere = cpu_plan(stages, S.fill_drain(4, 4, num_devices=2, backward=False), loss=None)
         with pytest.raises((fp.PlanError, fp.PeerError), match="stages on lanes"):
             fp.run(elsewhere, own, x, state=at, executor=ranks, **options)
         cut = fp.Microbatches(x[a:b] for a, b in ((0, 3), (3, 4), (4, 8)))
@@ -955,7 +951,7 @@ def changing(rank, size, runs):
         fp.stage(lambda p, x: x * p["w"][0], name="d"),
     ]
     params = tuple({"w": torch.ones(1, dtype=torch.float64) * (k + 1)} for k in range(4))
-    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean())
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean())
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own = fp.place(plan, params, ranks)
@@ -973,7 +969,7 @@ def changing(rank, size, runs):
 def stepped(rank, size):
     """Torch's loop: schedule.step and schedule.eval, an optimizer by itself."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         alone = tuple({k: v.clone() for k, v in tree.items()} for tree in params)
@@ -1013,11 +1009,11 @@ def stepped(rank, size):
             optimizer.step()
             schedule.zero_grad()
         stages, params, ties = tied_model()
-        plan = plan_of(stages, S.one_f_one_b(4, 4), ties=ties)
+        plan = cpu_plan(stages, S.one_f_one_b(4, 4), ties=ties)
         schedule = fp.typing.RankSchedule(plan, ranks, fp.place(plan, params, ranks), None, None)
         x, target = torch.arange(8) % 11, torch.ones(8, 11, dtype=torch.float64)
         seen = schedule.eval(x, target=target, losses=losses)
-        look = plan_of(stages, plan.schedule.forwards(), outputs=True)
+        look = cpu_plan(stages, plan.schedule.forwards(), outputs=True)
         want = fp.run_sequential(look, params, (x, target))
         wrong += unless(same(seen, want.outputs if 3 in ranks.stages else None), "eval")
         wrong += unless(same(tuple(losses), want.losses), "losses of eval")
@@ -1029,7 +1025,7 @@ def stepped(rank, size):
 def timed(rank, size):
     """The timeline of all ranks: every action once, each after what it needs."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.one_f_one_b(4, 4))
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4))
     x, target, scale = batch(8)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -1067,7 +1063,7 @@ def slow(rank, size, seconds, count):
         time.sleep(seconds)
         return x
 
-    plan = plan_of(
+    plan = cpu_plan(
         [fp.stage(rest, name=f"rest {k}") for k in range(size)],
         S.fill_drain(size, count, backward=False),
         loss=None,
@@ -1118,7 +1114,7 @@ class CountsInputs:
 def weighed(rank, size, what, given):
     """Weights that hang on what only one rank has, or on what several have."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True)
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True)
     x, target, scale = batch(10)
     options = {"feeds": {"scale": scale}, "seed": 1}
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -1141,7 +1137,7 @@ def ignored(rank, size):
         h = x * p["often"]
         return (h + p["seldom"] if x.sum() < 0 else h) + p["same"]
 
-    plan = plan_of([fp.stage(body)], S.fill_drain(1, 2), loss=nn.CrossEntropyLoss(ignore_index=0))
+    plan = cpu_plan([fp.stage(body)], S.fill_drain(1, 2), loss=nn.CrossEntropyLoss(ignore_index=0))
     names = ("often", "seldom", "same", "never")
     params = ({name: torch.ones(3, dtype=torch.float64) for name in names},)
     x = torch.cat(
@@ -1151,7 +1147,7 @@ def ignored(rank, size):
     half = slice(4 * rank, 4 * rank + 4)
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        whole = plan_of(plan.stages, S.fill_drain(1, 4), loss=plan.loss)
+        whole = cpu_plan(plan.stages, S.fill_drain(1, 4), loss=plan.loss)
         for aim in (target, target * (torch.arange(8) > 3)):
             want = fp.run_sequential(whole, params, (x, aim))
             got = fp.run(plan, params, (x[half], aim[half]), executor=ranks)
@@ -1177,7 +1173,7 @@ def ignored(rank, size):
 def other_leaves(rank, size):
     """Replicas that train other leaves."""
     mesh = dp_and_pp(2, 1)
-    plan = plan_of([fp.stage(lambda p, x: x * p["a"] * p["b"])], S.fill_drain(1, 2))
+    plan = cpu_plan([fp.stage(lambda p, x: x * p["a"] * p["b"])], S.fill_drain(1, 2))
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         params = (
             {
@@ -1194,7 +1190,7 @@ def scaled_without_leaves(rank, size):
     params = fresh(params)
     for leaf in (*params[0].values(), *params[1].values()):
         leaf.requires_grad_(False)
-    plan = plan_of(stages[:3], S.one_f_one_b(3, 3))
+    plan = cpu_plan(stages[:3], S.one_f_one_b(3, 3))
     scales = []
     with fp.ranks(plan, lanes=[0, 0, 1], timeout=20.0) as ranks:
         own = fp.place(plan, params[:3], ranks)
@@ -1215,7 +1211,7 @@ def scaled_without_leaves(rank, size):
 def meshes(rank, size):
     """Two columns of a mesh, each a pipeline of its own, at once."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.interleaved(4, 4, num_devices=2), outputs=True)
+    plan = cpu_plan(stages, S.interleaved(4, 4, num_devices=2), outputs=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rows = 8 if rank % 2 else 10
     x, target, scale = batch(rows)
@@ -1248,8 +1244,8 @@ def replicated(rank, size, kind, rows):
     if kind == "reduced":
         schedule = S.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
-    plan = plan_of(stages, schedule, loss=loss, weight=weight, ties=ties)
-    whole = plan_of(stages, S.fill_drain(4, 8), loss=loss, weight=weight, ties=ties)
+    plan = cpu_plan(stages, schedule, loss=loss, weight=weight, ties=ties)
+    whole = cpu_plan(stages, S.fill_drain(4, 8), loss=loss, weight=weight, ties=ties)
     params = (params[0], params[1], params[2], {**params[3], "w": params[0]["w"].clone()})
     batches = [batch(count) for count in rows]
     *given, feed = joined(batches)
@@ -1387,7 +1383,7 @@ def faulty(rank, size):
 
     g = torch.Generator().manual_seed(4)
     params = tuple({"w": torch.randn(6, 6, generator=g, dtype=torch.float64)} for _ in range(size))
-    plan = plan_of([body(k) for k in range(size)], S.one_f_one_b(size, 4), loss=loss)
+    plan = cpu_plan([body(k) for k in range(size)], S.one_f_one_b(size, 4), loss=loss)
     state = tuple(torch.zeros((), dtype=torch.float64) for _ in range(size))
     return plan, params, state, fault
 
@@ -1446,7 +1442,7 @@ def dies_in_between(rank, size, who, number, path):
         return x.mean(1, keepdim=True) @ p["w"]
 
     params = tuple({"w": torch.ones(1, 1)} for _ in range(size))
-    plan = plan_of([fp.stage(widen), fp.stage(narrow)], S.one_f_one_b(size, 2))
+    plan = cpu_plan([fp.stage(widen), fp.stage(narrow)], S.one_f_one_b(size, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         own = fp.place(plan, params, ranks)
         for runs in range(1, number + 1):
@@ -1515,7 +1511,7 @@ def other_calls(rank, size):
 
 def one_f_one_b(**options):
     stages, params, state = everything()
-    return (plan_of(stages, S.one_f_one_b(4, 4), **options), params, state)
+    return (cpu_plan(stages, S.one_f_one_b(4, 4), **options), params, state)
 
 
 def made_differently(rank, size, what):
@@ -1555,7 +1551,7 @@ def given_wrongly(rank, size, what):
             fp.stage(lambda p, x: (x * p["w"][0], print)),
         ]
         stages += [fp.stage(lambda p, x: x[0] * p["w"][0]), fp.stage(lambda p, x: x * p["w"][0])]
-        plan, state = plan_of(stages, plan.schedule), ((),) * 4
+        plan, state = cpu_plan(stages, plan.schedule), ((),) * 4
     x, target, scale = batch(8)
     with fp.ranks(
         plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=20.0
@@ -1570,9 +1566,9 @@ def given_wrongly(rank, size, what):
             elif what == "other feeds":
                 feeds = {"bias": scale}
             elif what == "vjp":
-                fp.vjp(plan_of(plan.stages, plan.schedule, loss=None), params, x, executor=ranks)
+                fp.vjp(cpu_plan(plan.stages, plan.schedule, loss=None), params, x, executor=ranks)
             elif what == "lanes":
-                plan = plan_of(plan.stages, S.one_f_one_b(4, 4, num_devices=2))
+                plan = cpu_plan(plan.stages, S.one_f_one_b(4, 4, num_devices=2))
         fp.run(plan, own, (x, target), state=at, feeds=feeds, seed=1, executor=ranks)
 
 
@@ -1599,7 +1595,7 @@ def arguments(rank, size, what):
     }[what]
     if what == "more ranks":
         schedule = S.one_f_one_b(4, 4, num_devices=2)
-        plan = plan_of(plan.stages, schedule)
+        plan = cpu_plan(plan.stages, schedule)
     if what == "meta":
         plan = fp.make_plan(plan.stages, plan.schedule, loss=F.mse_loss, devices="meta")
     fp.ranks(plan, **options)
@@ -1613,7 +1609,7 @@ def soak(rank, size, steps):
     """Steps with ever other rows; how memory (MiB), descriptors and threads grew since the first
     fifth."""
     stages, params, state = everything()
-    plan = plan_of(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
+    plan = cpu_plan(stages, S.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True)
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         before = []
@@ -1708,7 +1704,7 @@ def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps
     """Train in this process, or on ranks; the losses of the steps, after loading and before
     saving."""
     split = fp.split(small_model(), stages)
-    plan = plan_of(split, S.one_f_one_b(stages, 4))
+    plan = cpu_plan(split, S.one_f_one_b(stages, 4))
     with contextlib.ExitStack() as opened:
         ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
         params, state = (
@@ -1762,7 +1758,7 @@ def checkpointed(rank, size, path, what):
 def saved_apart(rank, size, path):
     """Each rank names a folder of its own."""
     split = fp.split(small_model(), 2)
-    plan = plan_of(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
         fp.save(path / str(rank), split, params, state=split.state, ranks=ranks)
@@ -1772,7 +1768,7 @@ def forgotten_arguments(rank, size, what):
     """A step of torch's face to which the seed or the state was not given."""
     layer = {"seed": nn.Dropout(), "state": nn.BatchNorm1d(4)}[what]
     split = fp.split(nn.Sequential(layer, nn.Linear(4, 4)), 2)
-    plan = plan_of(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     with fp.ranks(plan, timeout=20.0) as ranks:
         schedule = ranks.schedule(fp.place(plan, split.params, ranks))
         x = torch.ones(4, 4)
@@ -1783,7 +1779,7 @@ def unfinished(rank, size, path):
     """A second save while one rank, or all, have not finished the first; what each raises, and what
     is there at the end."""
     split = fp.split(small_model(), 2)
-    plan = plan_of(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     said = []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
@@ -1813,7 +1809,7 @@ def beside_each_other(rank, size, path):
     each, and own paths."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
-    plan = plan_of(split, S.one_f_one_b(2, 2))
+    plan = cpu_plan(split, S.one_f_one_b(2, 2))
     fresh = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
     said, steps = [], []
     with fp.ranks(plan, mesh, timeout=20.0) as ranks:
@@ -1880,7 +1876,7 @@ def sharded(rank, size, kind, rows):
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss, weight = (weighing, rows_that_count) if kind == "late" else (loss_with_aux, None)
     spare = int(kind == "block")
-    plan = plan_of(stages, schedule, loss=loss, weight=weight, ties=ties, spare_slots=spare)
+    plan = cpu_plan(stages, schedule, loss=loss, weight=weight, ties=ties, spare_slots=spare)
     params[2]["single"] = torch.tensor(1.0, dtype=torch.float64)  # has no axis to be cut along
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
@@ -1952,7 +1948,7 @@ def saved_parts(rank, size, path, what):
     g = torch.Generator().manual_seed(1)
     whole = {"rows": (3, 4), "lone": (1, 2), "columns": (2, 5), "copied": (2, 2), "plain": (3,)}
     whole = {name: torch.randn(shape, generator=g) for name, shape in whole.items()}
-    plan = plan_of([fp.stage(lambda p, x: x * p["plain"])], S.fill_drain(1, 1))
+    plan = cpu_plan([fp.stage(lambda p, x: x * p["plain"])], S.fill_drain(1, 1))
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
         over = {"rows": Shard(0), "lone": Shard(0), "columns": Shard(1), "copied": Replicate()}
         copies = {name: tensor.clone() for name, tensor in whole.items()}
@@ -1991,7 +1987,7 @@ def loaded_from_meta(rank, size, path):
     with torch.device("meta"):
         model = small_model()
     split = fp.split(model, 4)
-    plan = plan_of(split, S.one_f_one_b(4, 4))
+    plan = cpu_plan(split, S.one_f_one_b(4, 4))
     whole = fp.load(path, fp.split(small_model(), 4)).params
     with fp.ranks(plan, mesh, dp="dp", lanes=[0, 0, 1, 1], timeout=20.0) as ranks:
         own = fp.place(plan, split.params, ranks, shard=True)
@@ -2018,7 +2014,7 @@ def failing_parts(rank, size, who):
         return x @ p["w"]
 
     schedule = S.gather_params(S.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0)
-    plan = plan_of([fp.stage(body, name=f"{k}") for k in range(4)], schedule)
+    plan = cpu_plan([fp.stage(body, name=f"{k}") for k in range(4)], schedule)
     params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
@@ -2040,7 +2036,7 @@ def failing_before(rank, size, what):
     of it at once."""
     mesh = dp_and_pp(2, 2)
     stages = [fp.stage(lambda p, x: x @ p["w"], name=f"{k}") for k in range(2)]
-    plan = plan_of(stages, S.one_f_one_b(2, 2))
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2))
     params = tuple({"w": torch.eye(4).requires_grad_()} for _ in range(2))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if what == "scaler" else None
@@ -2111,7 +2107,7 @@ def handed_on(rank, size):
     x = torch.randn(4, 4, generator=g, dtype=torch.float64)
     wrong = []
     for each, loss in zip(schedules_, (F.mse_loss, None), strict=True):
-        plan = plan_of(stages, each, loss=loss, outputs=True, train=True)
+        plan = cpu_plan(stages, each, loss=loss, outputs=True, train=True)
         given = (x, x) if loss else x
         results = []
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
@@ -2132,7 +2128,7 @@ def handed_on(rank, size):
 def placed_differently(rank, size):
     """One replica has parts, the other all."""
     mesh = dp_and_pp(2, 1)
-    plan = plan_of([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
+    plan = cpu_plan([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         placed = [
             fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)
@@ -2158,7 +2154,7 @@ def memory_of_parts(rank, size):
     for whole in (None, 1):
         schedule = S.looped_bfs(4, 4, num_devices=1)
         schedule = S.gather_params(schedule, whole=whole, ahead=0)
-        plan = plan_of([fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule)
+        plan = cpu_plan([fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule)
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             own = fp.place(plan, params, ranks, shard=True)
             for _ in range(2):
@@ -2196,7 +2192,7 @@ def memory_of_sums(rank, size, shard):
 
     schedule = S.reduce_grads(S.looped_bfs(4, 1, num_devices=1))
     stages = [fp.stage(partial(layer, stage=k), name=f"layer {k}") for k in range(4)]
-    plan = plan_of(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
@@ -2223,7 +2219,7 @@ def memory_of_casts(rank, size):
         fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)
     ]
     schedule = S.gather_params(S.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0)
-    plan = plan_of(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -2277,7 +2273,7 @@ def tensor_parallel(rank, size, dims, shard):
     if dp:
         schedule = S.reduce_grads(schedule)
     stages = [fp.stage(block, name=f"block {k}") for k in range(2)]
-    plan = plan_of(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)
     wrong = []
     with fp.ranks(plan, mesh, dp=dp, timeout=20.0) as ranks:
@@ -2333,7 +2329,7 @@ def tensor_parallel(rank, size, dims, shard):
 def hooked_parts(rank, size):
     """A hook on the gradient of one part, at one rank; without it the run goes well."""
     mesh = dp_and_pp(2, 1)
-    plan = plan_of([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
+    plan = cpu_plan([fp.stage(lambda p, x: x * p["w"])], S.fill_drain(1, 2))
     x = torch.ones(4, 4)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
         own = fp.place(plan, ({"w": torch.ones(4).requires_grad_()},), ranks, shard=True)
@@ -2352,7 +2348,7 @@ def hooked_parts(rank, size):
 def spread_wrongly(rank, size, what):
     """DTensors that no plan gathers."""
     mesh = dp_and_pp(2, 2)
-    plan = plan_of(
+    plan = cpu_plan(
         [fp.stage(lambda p, x: x * p["w"], name=f"{k}") for k in range(2)], S.one_f_one_b(2, 2)
     )
     weights = torch.ones(4, 4)
@@ -2398,7 +2394,7 @@ def sliced(rank, size, compiled):
     ):
         if schedule.num_devices < size:
             continue
-        plan = plan_of(stages, schedule, outputs=True)
+        plan = cpu_plan(stages, schedule, outputs=True)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for rows, length in ((7, 11), (2, 5), (3, 8)):
@@ -2419,7 +2415,7 @@ def carried(rank, size):
     stages; against one process."""
     stages, params = causal.chain(("attend", "recur", "point", "attend"))
     prefill, decode = (
-        plan_of(stages, schedule.forwards(), carry=True, loss=None)
+        cpu_plan(stages, schedule.forwards(), carry=True, loss=None)
         for schedule in (S.one_f_one_b(4, 3, num_slices=2), S.one_f_one_b(4, 3))
     )
     plans, parts = [prefill] * 3 + [decode], causal.batch(7, 12)[0].split([4, 4, 3, 1], 1)
@@ -2454,7 +2450,7 @@ def other_lengths(rank, size):
     """The ranks of the first and the last stage have sequences of different lengths: all of them
     say so."""
     stages, params = causal.chain(("attend", "point"))
-    plan = plan_of(stages, S.one_f_one_b(2, 2, num_slices=2))
+    plan = cpu_plan(stages, S.one_f_one_b(2, 2, num_slices=2))
     x, target = causal.batch(4, 6)
     with fp.ranks(plan, timeout=30.0) as ranks:
         given = (x, None) if rank == 0 else (None, target[:, :5])
@@ -2469,7 +2465,7 @@ def observed(rank, size):
     """An observer sees the values of the stages that are here, and they are those of the oracle."""
     stages, params = causal.chain(("point", "point"))
     schedule = S.one_f_one_b(2, 4)
-    plan = plan_of(stages, schedule)
+    plan = cpu_plan(stages, schedule)
     x, target = causal.batch(8, 6)
     wanted = record_values(plan, params, (x, target), executor="sequential")
     with fp.ranks(plan, timeout=30.0) as ranks:

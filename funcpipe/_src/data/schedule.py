@@ -220,7 +220,10 @@ class Schedule:
                 orders.append(tuple(action for group in read for action in group))
                 pairs += [(group[0], group[1]) for group in read if len(group) == 2]
         if faults and text.endswith((".txt", ".json", ".csv")):
-            faults = [f"{text!r} is the name of a file; give its text: Path({text!r}).read_text()"]
+            faults = [
+                f"{text!r} is the name of a file; give Path({text!r}).read_text() to Schedule.parse, "
+                "schedules.from_json or schedules.from_torch_csv, the one that reads its format"
+            ]
         raise_all(
             f"write {SPELLING}; two overlapping actions as in (0F3 1B1):", faults, ScheduleError
         )

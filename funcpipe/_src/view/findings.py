@@ -290,8 +290,7 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     change = equal / (simulated.makespan or 1.0) - 1
     advice = (
         ": fp.models.balance with the times of fp.models.profile comes as near to that as the "
-        "layers allow. If it chose these stages, one layer costs more than its share: cut that "
-        "layer, or take fewer stages"
+        "layers allow. If it chose these stages, try smaller layers or fewer stages"
     )
     yield (
         f"Lane {busiest} works {longer} lane {idlest}, and the others wait for it. With stages of "

@@ -428,10 +428,6 @@ def _reason(error: Exception, flat: _Flat) -> str:
         "cut without tracing: split(model, num_stages) without example=, or write the stages "
         "yourself with fp.stage"
     )
-    if "labels" in flat.names:  # losses in models often look at the numbers of the labels
-        otherwise = (
-            f"leave labels out of the example, and give make_plan(loss=) a function; or {otherwise}"
-        )
     said = f"{type(error).__name__}: {text}"
     if any(
         words in said for words in ("data-dependent", "GuardOnDataDependent", "Could not guard")
@@ -440,14 +436,19 @@ def _reason(error: Exception, flat: _Flat) -> str:
             "its Python code branches on the numbers in a tensor, which one graph cannot "
             "represent; use torch.where or torch.cond"
         )
+        if "labels" in flat.names:  # the loss of a model may branch on the numbers of its labels
+            otherwise = (
+                "leave labels out of the example, and give make_plan(loss=) a function; or "
+                + otherwise
+            )
     elif any(
         words in said for words in ("Constraints violated", "specialized", "ConstraintViolation")
     ):
         why = (
             "its code fixes the number of rows (a Python branch, loop or reshape on the batch "
             "size); make it independent of the batch size (taken for rows: "
-            f"{', '.join(flat.rows()) or 'nothing'}), or give an example with the rows of one microbatch "
-            "and any_rows=False"
+            f"{', '.join(flat.rows()) or 'nothing'}), or give an example with the rows of one "
+            "microbatch and any_rows=False"
         )
     else:
         why = "torch.export does not support it"
